@@ -45,11 +45,6 @@ def asked(
     return routing_events.RequestReceived(name, "t", tokens, program_id=program, **more)
 
 
-def stored(it: RoutingCore) -> int:
-    program = it.programs.get(("t", "p"))
-    return program.context_tokens if program is not None else 0
-
-
 def core(*names: str, pairs: PairScheduler | None = None, **limits: Any) -> RoutingCore:
     pairs = pairs or PairScheduler(PrefillDecodeRules(most_tokens_s=math.inf))
     made = RoutingCore(PairStrategy(pairs), RoutingLimits(**limits))
@@ -85,46 +80,6 @@ def test_what_a_program_has_stored_is_read_by_the_side_with_less_to_read() -> No
     assert (
         it.strategy.pairs.nics["node-d1"].busy_until_s <= 300.0
     )  # nothing of an ended program is looked for
-
-
-@pytest.mark.parametrize("end", [{"replica_id": "d1", "answered": False}, {}], ids=["refused", "given up"])
-def test_what_an_engine_refused_or_a_client_gave_up_has_stored_nothing_and_is_no_turn(end: Any) -> None:
-    it = core("p1", "d1")
-    it.take(asked("a", 6400, "p"), 1.0)
-    it.take(routing_events.PrefillFinished("a", "p1"), 1.5)
-    it.take(routing_events.RequestFinished("a", **end), 2.0)
-    assert stored(it) == 0
-    assert not it.programs
-    assert not only(it.take(asked("b", 6464, "p"), 3.0)).decode_reads
-    it.take(routing_events.RequestFinished("b", 36, "d1"), 4.0)
-    it.take(asked("c", 6600, "p"), 5.0)
-    it.take(routing_events.RequestFinished("c", **end), 6.0)
-    assert stored(it) == 6500
-    assert it.programs.get(("t", "p")).turns == 1
-
-
-def test_what_an_engine_counted_is_what_is_stored_also_where_it_is_less() -> None:
-    it = core("p1", "d1")
-    it.take(asked("a", 700, "p"), 1.0)
-    it.take(RequestFinished("a", 20, "d1", prompt_tokens=301), 2.0)
-    assert stored(it) == 321
-    it.take(asked("b", 700, "p"), 3.0)
-    it.take(RequestFinished("b", 6, "d1", prompt_tokens=100), 4.0)
-    assert stored(it) == 106
-    it.take(asked("c", 700, "p"), 5.0)
-    it.take(routing_events.RequestFinished("c", 20, "d1"), 6.0)  # nobody counted: the guess is all there is
-    assert stored(it) == 720
-
-
-def test_a_program_that_ended_during_its_last_request_is_not_known_again() -> None:
-    it = core("p1", "d1")
-    it.take(asked("a", 640, "p"), 1.0)
-    it.take(routing_events.RequestFinished("a", 10, "d1"), 2.0)
-    it.take(asked("b", 660, "p"), 3.0)
-    it.take(routing_events.ProgramEnded("p", "t"), 4.0)
-    assert it.last_engines("t", "p") == (None, None)
-    it.take(routing_events.RequestFinished("b", 10, "d1"), 5.0)
-    assert not it.programs
 
 
 def turn(it: RoutingCore, name: str, tokens: int, now: float, program: str = "p") -> SendRequest:
@@ -235,13 +190,6 @@ def test_a_stored_conversation_goes_on_at_its_decode_engine_alone() -> None:
     assert it.take(asked("b", 1100, "p"), 3.0)[-1].prefill_id == "p1"
 
 
-def test_a_node_without_engines_is_forgotten() -> None:
-    it = core("d1")
-    for number in range(10):
-        it.take(seen("p1", f"{number}", node=f"pod-{number}"), 1.0 + number)
-    assert sorted(it.strategy.pairs.nics) == ["node-d1", "pod-9"]
-
-
 def test_a_flood_of_one_tenant_leaves_others_their_share() -> None:
     it = core("p1", most_waiting=40)
     it.take(seen("d1", max_running=2), 0.0)
@@ -302,8 +250,11 @@ class Life(RuleBasedStateMachine):
                     assert engine.health is ReplicaHealth.UP
                 self.sent[action.request_id] = action
             elif isinstance(action, (RejectRequest, AbortStream)):
-                self.open.discard(action.request_id)
-                self.sent.pop(action.request_id, None)
+                self.over(action.request_id)
+
+    def over(self, name: str) -> None:
+        self.open.discard(name)
+        self.sent.pop(name, None)
 
     def some(self, data: st.DataObject, of: Any) -> str:
         return str(data.draw(st.sampled_from(sorted(of))))
@@ -346,7 +297,7 @@ class Life(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.sent)
-    @rule(data=st.data(), what=st.sampled_from(["prefilled", "began", "ended", "gave up", "failed", "late"]))
+    @rule(data=st.data(), what=st.sampled_from(["prefilled", "began", "failed", "late"]))
     def go_on(self, data: st.DataObject, what: str) -> None:
         name = self.some(data, self.sent)
         pair = self.sent[name]
@@ -354,19 +305,31 @@ class Life(RuleBasedStateMachine):
             self.tell(routing_events.PrefillFinished(name, pair.prefill_id))
         elif what == "began":
             self.tell(routing_events.FirstByteSent(name, pair.replica_id))
-        elif what == "late":
-            self.tell(routing_events.RequestFailed(name, data.draw(st.sampled_from(NAMES)), computing=True))
-        elif what == "failed":
-            self.tell(
-                routing_events.RequestFailed(
-                    name, data.draw(st.sampled_from([pair.prefill_id, pair.replica_id]))
-                )
-            )
         else:
-            self.tell(routing_events.RequestFinished(name, 5, pair.replica_id if what == "ended" else None))
-        if name not in self.core.requests:
-            self.open.discard(name)
-            self.sent.pop(name, None)
+            at = NAMES if what == "late" else [pair.prefill_id, pair.replica_id]
+            failed = routing_events.RequestFailed(name, data.draw(st.sampled_from(at)), what == "late")
+            self.tell(failed)
+
+    @precondition(lambda self: self.sent)
+    @rule(
+        data=st.data(),
+        how=st.sampled_from(["answered", "answered", "answered", "refused", "given up"]),
+        counted=st.sampled_from([0, 300]),
+    )
+    def end(self, data: st.DataObject, how: str, counted: int) -> None:
+        """Only an answer is a turn, and only its context is stored: as long as an engine has counted, also if
+        that is less than before, or else as the request said."""
+        name = self.some(data, self.sent)
+        request, at = self.core.requests[name], self.sent[name].replica_id
+        program, is_there = request.program, request.sent is not None and request.replica_id == at
+        before = program and (program.turns, program.context_tokens)
+        if before and how == "answered" and is_there:
+            before = before[0] + 1, (counted or request.context_tokens) + 5
+        if is_there or how == "given up":
+            self.over(name)
+        where = None if how == "given up" else at
+        self.tell(RequestFinished(name, 5, where, how != "refused", counted))
+        assert (program and (program.turns, program.context_tokens)) == before
 
     @rule(seconds=st.sampled_from([0.1, 12.0, 600.0]))
     def wait(self, seconds: float) -> None:
@@ -377,6 +340,11 @@ class Life(RuleBasedStateMachine):
     def nobody_is_lost_and_the_books_agree(self) -> None:
         assert set(self.core.requests) == self.open
         assert set(self.core.strategy.pairs.in_flight) == self.open
+        nodes = {one.seen.node for one in self.core.fleet.values()}
+        assert self.core.strategy.pairs.nics.keys() == nodes, "a node without engines is forgotten"
+        for program in self.core.programs.values():
+            is_over = not program.turns or program.is_over
+            assert not (program.is_idle and is_over) or program in self.core._left, "it is kept for nothing"
         assert self.core.strategy.pairs.dispatch(self.now) == [], "nothing waits that could be sent"
         assert len(self.core.waiting) == sum(f.sent is None for f in self.core.requests.values())
         for name, flight in self.core.requests.items():
@@ -396,10 +364,10 @@ class Life(RuleBasedStateMachine):
                 self.tell(seen(name, str(self.lives[name]), kv_tokens=KV_TOKENS))
             self.tell(routing_events.Tick())
             for name in list(self.sent):
-                self.tell(routing_events.RequestFinished(name, 1, self.sent[name].replica_id))
-                if name not in self.core.requests:
-                    self.open.discard(name)
-                    self.sent.pop(name, None)
+                if name in self.sent and self.core.requests[name].sent is not None:
+                    at = self.sent[name].replica_id
+                    self.over(name)
+                    self.tell(RequestFinished(name, 1, at))
         assert not self.open
         assert all(view.tokens == 0 for view in self.core.strategy.pairs.prefill.values())
         assert not any(self.core.tenants.in_flight_tokens.values())

@@ -158,23 +158,6 @@ def test_a_request_that_failed_before_its_first_byte_is_sent_elsewhere() -> None
     )
 
 
-@pytest.mark.parametrize("is_gone", [False, True])
-def test_a_failing_request_is_not_retried_for_ever(is_gone: bool) -> None:
-    it = with_replicas(core(most_failures=3), "a", "b", "c", "d")
-    at = only(it.take(asked("r0", "p"), 0.0)).replica_id
-    tried = [at]
-    while True:
-        gone, failed = routing_events.ReplicaGone(at, "1"), routing_events.RequestFailed("r0", at)
-        actions = it.take(gone if is_gone else failed, 1.0)
-        sent = [action for action in actions if isinstance(action, SendRequest)]
-        if not sent:
-            break
-        at = sent[0].replica_id
-        tried.append(at)
-    assert len(tried) == len(set(tried)) == 3
-    assert [a.status for a in actions if isinstance(a, RejectRequest)] == [502]
-
-
 def test_a_request_that_two_replicas_took_in_and_failed_is_not_given_to_a_third() -> None:
     it = with_replicas(core(), "a", "b", "c")
     first = only(it.take(asked("r0", "p"), 0.0)).replica_id
@@ -251,34 +234,6 @@ def test_a_program_with_a_request_at_home_is_not_split() -> None:
     it.take(asked("r10", "p"), 0.0)
     it.take(seen("b"), 1.0)
     assert it.take(routing_events.Tick(), 2.0) == []
-
-
-# -- requests that nobody answered --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("answered", [False, None])
-def test_a_program_that_got_no_answer_keeps_no_room(answered: bool | None) -> None:
-    it = with_replicas(core(), "a")
-    it.take(asked("r0", "p"), 1.0)
-    assert it.fleet.get("a").homed_tokens == 100
-    it.take(routing_events.RequestFinished("r0", replica_id="a", answered=answered), 2.0)
-    assert it.fleet.get("a").homed_tokens == 0
-    assert it.programs.get(("t", "p")) is None, "it would be kept for half an hour"
-
-
-def test_one_whose_other_request_is_open_or_that_had_a_turn_stays() -> None:
-    it = with_replicas(core(), "a")
-    for name in ("r0", "r1"):
-        it.take(asked(name, "p"), 1.0)
-    it.take(routing_events.RequestFinished("r0", replica_id="a", answered=False), 2.0)
-    assert it.home("t", "p") == "a"
-    it.take(routing_events.FirstByteSent("r1", "a"), 2.0)
-    it.take(routing_events.RequestFinished("r1", 10), 3.0)  # its client left, and had something
-    it.take(asked("r2", "p"), 3.0)
-    it.take(routing_events.RequestFinished("r2", 0, "a", answered=False), 4.0)
-    assert it.home("t", "p") == "a"
-    program = it.programs[("t", "p")]
-    assert (program.turns, program.context_tokens) == (1, 110)
 
 
 # -- requests that continue a stored conversation: only the replica that stores it may serve them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 from hypothesis import settings
@@ -36,7 +37,7 @@ from sojourn_server.routing.routing_events import (
     SendRequest,
 )
 from sojourn_server.routing.routing_limits import RoutingLimits
-from sojourn_server.routing.routing_records import ReplicaHealth
+from sojourn_server.routing.routing_records import ReplicaHealth, RoutedProgram
 
 ROUTINGS = (
     RandomRouting(),
@@ -83,6 +84,7 @@ class AnyLife(RuleBasedStateMachine):
         self.began: set[str] = set()
         self.failed: dict[str, set[tuple[str, str]]] = {}
         self.recalled: dict[str, str] = {}
+        self.failures: Counter[str] = Counter()
         for name in "ab":
             self.a_replica(name, True, 1000)
         for tenant in "tu":  # so that there is work to share out
@@ -122,6 +124,7 @@ class AnyLife(RuleBasedStateMachine):
         for name in names:
             if name not in self.began:
                 self.at.pop(name, None)
+                self.failures[name] += 1
 
     @rule(name=st.sampled_from("abc"), again=st.booleans(), capacity=st.integers(500, 2000))
     def a_replica(self, name: str, again: bool, capacity: int) -> None:
@@ -211,16 +214,30 @@ class AnyLife(RuleBasedStateMachine):
             self.asks(f"new {self.number}", tokens, tenant, None, due_s)
         self.time(seconds)
 
-    @rule(data=st.data(), tokens=st.integers(0, 500), says_where=st.booleans())
-    def ends(self, data: Any, tokens: int, says_where: bool) -> None:
+    @rule(
+        data=st.data(),
+        tokens=st.integers(0, 500),
+        counted=st.sampled_from((0, 700)),
+        says_where=st.booleans(),
+        answered=st.booleans(),
+    )
+    def ends(self, data: Any, tokens: int, counted: int, says_where: bool, answered: bool) -> None:
         if self.open:
             name = data.draw(st.sampled_from(sorted(self.open)))
             at = self.at.get(name)
             if says_where and at is None:
                 return
+            request = self.core.requests[name]
+            program = request.program or RoutedProgram(("", ""), None, None, 0.0, 0.0)
+            turns, context_tokens = program.turns, program.context_tokens
+            if at is not None and answered and request.program is not None:
+                turns += 1
+                context_tokens = max(context_tokens, max(counted, request.context_tokens) + tokens)
             del self.open[name]
             self.at.pop(name, None)
-            self.take(routing_events.RequestFinished(name, tokens, at if says_where else None))
+            where = at if says_where else None
+            self.take(routing_events.RequestFinished(name, tokens, where, answered, counted))
+            assert (program.turns, program.context_tokens) == (turns, context_tokens)
 
     @rule(data=st.data(), began=st.booleans(), stale=st.booleans(), computing=st.booleans())
     def fails(self, data: Any, began: bool, stale: bool, computing: bool) -> None:
@@ -292,6 +309,7 @@ class AnyLife(RuleBasedStateMachine):
         it, strategy = self.core, self.strategy
         self.latest = max(self.latest, self.now)  # the cache does not hold if the clock steps back
         assert set(it.requests) == set(self.open)
+        assert all(self.failures[name] < it.limits.most_failures for name in self.open)
         queues = [
             *strategy.anywhere,
             *strategy.failed.values(),
@@ -323,6 +341,8 @@ class AnyLife(RuleBasedStateMachine):
             assert (replica.idle_since_s is None) == is_full
             assert not replica.queue.lanes or is_full
         for program in it.programs.values():
+            is_over = not program.turns or program.is_over
+            assert not (program.is_idle and is_over) or program in it._left, "it is kept for nothing"
             assert program.home is None or it.fleet.get(program.home) is not None
             assert program.in_flight == sum(1 for n in self.at if it.requests[n].program is program)
             assert program.waiting == sum(1 for n in waits if it.requests[n].program is program)
