@@ -151,6 +151,16 @@ def test_a_turn_of_a_pair_is_told_as_its_prompt_and_the_gap_has_the_decoding() -
     )
 
 
+def test_the_decision_at_the_turns_end_is_one_of_the_turn_however_its_times_are_rounded() -> None:
+    virtual = VirtualEngine("static-ttl")
+    virtual.now = 79740.57861840239
+    request = virtual.arrive("a", prompt(40))
+    virtual.admit(request)
+    virtual.now = 79749.41006959886
+    virtual.finish(request)
+    assert [one["kind"] for one in asked(virtual, "a")["decisions"]] == ["keep"]
+
+
 def test_nothing_lost_is_said_and_an_unknown_turn_or_program_is_an_error() -> None:
     virtual = VirtualEngine()
     virtual.turn("a", prompt(8))

@@ -95,6 +95,8 @@ _PREFILLED = "prefilled"
 """Outcome of a turn at the prefill engine of a pair. Its answer is the decode engine's."""
 _MIN_SHOWN_S = 0.05
 """Phases of fewer seconds are left out of ``Explanation.text``; ``Explanation.seconds`` has them."""
+_ROUNDING_S = 0.001
+"""Decisions so little outside a turn are at its edge: its times and theirs are rounded one by one."""
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -188,8 +190,8 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
     lost = record["tokens"]["lost"] if record["tokens"] is not None else {}
     known = [s for one in records if one is not record and (s := _first_token_s(one)) is not None]
     slowest_turn, sentence = _slower_turn(record, records)
-    begin_s = record["arrived_s"] - (record["gap_s"] or 0.0) - 0.001
-    end_s = record["arrived_s"] + record["seconds"]["wall"]
+    begin_s = record["arrived_s"] - (record["gap_s"] or 0.0) - _ROUNDING_S
+    end_s = record["arrived_s"] + record["seconds"]["wall"] + _ROUNDING_S
     decisions = [one for one in facts["decisions"] if begin_s <= one["at_s"] <= end_s]
     recompute_s = record["recompute_estimate_s"] if lost else None
     this = _Turn(record, facts, decisions, lost, recompute_s, median(known) if known else None)
@@ -353,7 +355,7 @@ def _slower_turn(record: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
 def _why_it_waited(turn: _Turn) -> str:
     """Return why the program was not on the device, and the move that brought it back, in words."""
     record, queued_s = turn.record, turn.record["seconds"]["queued"]
-    until_s = record["arrived_s"] + queued_s + 0.001
+    until_s = record["arrived_s"] + queued_s + _ROUNDING_S
     moves = [one for one in turn.decisions if str(one["kind"]).startswith("to_") and one["at_s"] <= until_s]
     away = next((one for one in reversed(moves) if one["kind"] != "to_device"), None)
     back = moves[-1] if moves and moves[-1]["kind"] == "to_device" else None
