@@ -69,28 +69,27 @@ def arm_figures(arm: ArmRecord) -> dict[str, Any]:
     completion = summarise(completions)
     prompt = sum(turn.prompt_tokens for turn in turns)
     cached = sum(turn.cached_tokens for turn in turns)
-    return {
-        "completion_mean_s": _rounded(completion["mean"]),
-        "completion_p50_s": _rounded(completion["p50"]),
-        "completion_p95_s": _rounded(completion["p95"]),
-        "completions_s": [_rounded(seconds) for seconds in completions],
-        "ttft_mean_s": _rounded(arm.ttft_mean_s),
+    figures = {
+        "completion_mean_s": completion["mean"],
+        "completion_p50_s": completion["p50"],
+        "completion_p95_s": completion["p95"],
+        "completions_s": completions,
+        "ttft_mean_s": arm.ttft_mean_s,
         "turns": len(turns),
         "prompt_tokens": prompt,
         "cached_tokens": cached,
         "output_tokens": sum(turn.output_tokens for turn in turns),
         "prefill_tokens": prompt - cached,
         "prefill_again_tokens": sum(recomputed_prompt_tokens(program.turns) for program in arm.programs),
-        "hit_rate": _rounded(cached / prompt if prompt else None),
+        "hit_rate": cached / prompt if prompt else None,
         "preemptions": arm.preemptions,
         "programs": len(arm.programs),
         "programs_failed": sum(program.error is not None for program in arm.programs),
         "repositories_fixed": sum(program.fixed for program in arm.programs),
-        "wall_s": _rounded(arm.wall_s),
-        "decisions": dict(arm.decisions),
-        "tiers": dict(arm.tiers),
-        "details": [_all_rounded(asdict(program)) for program in arm.programs],
+        "wall_s": arm.wall_s,
+        "details": [asdict(program) for program in arm.programs],
     }
+    return {**_rounded(figures), "decisions": dict(arm.decisions), "tiers": dict(arm.tiers)}
 
 
 def ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
@@ -100,14 +99,11 @@ def ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
     failed. A failed program ends early, so its arm would look faster.
     """
     if _any_failed(arms):
-        arms = {}
-    others = [figures for name, figures in arms.items() if name != STOCK]
-    stock, other = arms.get(STOCK), others[0] if others else None
-    found: dict[str, float | None] = {}
-    for name, key in RATIOS.items():
-        above, below = (stock or {}).get(key), (other or {}).get(key)
-        found[name] = _rounded(above / below) if above is not None and below else None
-    return found
+        return dict.fromkeys(RATIOS)
+    stock = arms.get(STOCK, {})
+    other = next((figures for name, figures in arms.items() if name != STOCK), {})
+    pairs = {name: (stock.get(key), other.get(key)) for name, key in RATIOS.items()}
+    return {name: _rounded(a / b) if a is not None and b else None for name, (a, b) in pairs.items()}
 
 
 def document(arms: Sequence[ArmRecord], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,14 +218,12 @@ def _any_failed(arms: Mapping[str, Mapping[str, Any]]) -> bool:
     return any(figures["programs_failed"] for figures in arms.values())
 
 
-def _all_rounded(value: Any) -> Any:
-    """Return plain data with all of its numbers rounded."""
+def _rounded(value: Any) -> Any:
+    """Return plain data with all of its numbers rounded; ``None`` in place of numbers that JSON lacks."""
     if isinstance(value, dict):
-        return {name: _all_rounded(one) for name, one in value.items()}
+        return {name: _rounded(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_all_rounded(one) for one in value]
-    return _rounded(value) if isinstance(value, float) else value
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else round(value, 4)
+        return [_rounded(one) for one in value]
+    if isinstance(value, float):
+        return round(value, 4) if math.isfinite(value) else None
+    return value
