@@ -121,11 +121,3 @@ def test_what_was_saved_predicts_as_before_and_learns_on(runs: list[list[str]]):
         assert loaded.stats("k").finished == transitions.stats("k").finished
         for each in (loaded, transitions):
             each.learn("k", ["d", "a"])
-
-
-@pytest.mark.parametrize(
-    "document", ["text", {"k": {"weight": 0}}, {"k": {"runs": -1}}, {"k": {"contexts": {"a": {"b": "much"}}}}]
-)
-def test_another_document_is_refused(document: object):
-    with pytest.raises(ValueError, match="saved history"):
-        WorkflowHistory().restore({**WorkflowHistory().snapshot(), "transitions": document})

@@ -170,7 +170,13 @@ def test_what_was_saved_is_known_again():
     assert not loaded.hints_reliable(program("liar"))
 
 
-@pytest.mark.parametrize("document", [None, [], {}, {"transitions": {}}])
+SAVED = WorkflowHistory().snapshot()
+TYPES = ["text", {"k": {"weight": 0}}, {"k": {"runs": -1}}, {"k": {"contexts": {"a": {"b": "much"}}}}]
+
+
+@pytest.mark.parametrize(
+    "document", [None, [], {}, {"transitions": {}}, *({**SAVED, "transitions": types} for types in TYPES)]
+)
 def test_a_document_that_makes_no_sense_is_refused(document: object):
     with pytest.raises(ValueError, match="saved history"):
         WorkflowHistory().restore(document)
