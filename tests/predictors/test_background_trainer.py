@@ -53,33 +53,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BackgroundTr
         each.stop()
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged: vLLM's loggers hand nothing on."""
-    lines: list[str] = []
-    for level in ("error", "warning"):
-        monkeypatch.setattr(
-            background_module.logger, level, lambda text, *args, **_: lines.append(text % args)
-        )
-    return lines
-
-
-class Stuck:
-    """A trainer's ``observe_and_predict`` that never comes back while the test lasts."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.entered, self.leave = threading.Event(), threading.Event()
-
-        def see(
-            trainer: LengthTrainer, requests: Any, states: Any, points: int
-        ) -> dict[str, tuple[float, ...]]:
-            self.entered.set()
-            self.leave.wait(60)
-            return {}
-
-        monkeypatch.setattr(LengthTrainer, "observe_and_predict", see)
-
-
 def taken(background: BackgroundTrainer) -> dict[str, LengthPrediction]:
     """Guesses, as soon as there are any."""
     found: dict[str, LengthPrediction] = {}
@@ -122,10 +95,17 @@ def test_it_learns_while_the_engine_leaves_it_notes_and_then_guesses(
 def test_the_engine_does_not_wait_for_a_stuck_trainer(
     make: Callable[..., BackgroundTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stuck = Stuck(monkeypatch)
+    entered, leave = threading.Event(), threading.Event()
+
+    def stuck(*_: Any) -> dict[str, tuple[float, ...]]:
+        entered.set()
+        leave.wait(60)
+        return {}
+
+    monkeypatch.setattr(LengthTrainer, "observe_and_predict", stuck)
     background = make()
     background.queue_hidden_states([("first", 0)], state())
-    assert stuck.entered.wait(60)
+    assert entered.wait(60)
     begun_s = time.monotonic()
     for number in range(1000):
         background.queue_hidden_states([(f"r{number}", 0)], state())
@@ -135,7 +115,7 @@ def test_the_engine_does_not_wait_for_a_stuck_trainer(
     assert time.monotonic() - begun_s < AT_ONCE_S
     assert background.missed == 2000 - MAX_QUEUED_MESSAGES
     assert background._messages.qsize() == MAX_QUEUED_MESSAGES
-    stuck.leave.set()
+    leave.set()
 
 
 # -- its share ---------------------------------------------------------------------------------
@@ -182,8 +162,10 @@ def test_it_leaves_the_engines_threads_and_random_numbers_alone(
 
 
 def test_a_failure_inside_ends_guesses_and_nothing_else(
-    make: Callable[..., BackgroundTrainer], file: Path, said: list[str]
+    make: Callable[..., BackgroundTrainer], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said: list[str] = []  # vLLM's loggers hand nothing on
+    monkeypatch.setattr(background_module.logger, "error", lambda text, *args, **_: said.append(text % args))
     background = make(file=file)
     background.queue_hidden_states([("a", 0)], state())
     assert taken(background)
