@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_process import invoke, refused
+from cli_process import invoke, refused, run_sojourn
 from sojourn_server.cli.gateway import _READ_SIDES, _is_loopback
 from sojourn_server.gateway.http import gateway_app
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import READ_SIDE_POLICIES
@@ -19,12 +19,10 @@ ENGINES = ["--engines", "http://127.0.0.1:1"]
 PAIR = ["--prefill", "http://h:1", "--decode", "http://h:2"]
 
 
-def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sojourn_server.cli", "gateway", *flags]
-    surrounding = {name: text for name, text in os.environ.items() if not name.startswith("SOJOURN_")}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env={**surrounding, **environment}
-    )
+@pytest.fixture(autouse=True)
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SOJOURN_")]:
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(
@@ -64,45 +62,39 @@ def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
         ([*ENGINES, "--most-prefill-s", "9"], "--most-prefill-s is given without --prefill and --decode"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_way_out(
-    flags: list[str], told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In this process; the next test has a command's exit code and text."""
-    for name in [name for name in os.environ if name.startswith("SOJOURN_")]:
-        monkeypatch.delenv(name)
+def test_what_cannot_work_is_refused_with_the_way_out(flags: list[str], told: str) -> None:
     error = refused("gateway", *flags)
     assert (error.exit_code, told in error.message) == (2, True)
 
 
 def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = gateway(*ENGINES, "--port", str(taken.getsockname()[1]))
-    assert done.returncode == 2
-    assert "cannot listen on" in done.stderr
-    assert "next:" in done.stderr
-    assert "--port" in done.stderr
+        error = refused("gateway", *ENGINES, "--port", str(taken.getsockname()[1]))
+    assert "cannot listen on" in error.message
+    assert (error.exit_code, error.next_step) == (2, "choose another --port")
 
 
-def test_a_tenants_key_is_not_the_admins(tmp_path: Path) -> None:
+def test_a_tenants_key_is_not_the_admins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tenants = tmp_path / "tenants.toml"
     tenants.write_text('[tenants]\na = ["one"]\nb = ["two"]\n')
-    done = gateway(*ENGINES, "--tenants", str(tenants), SOJOURN_ADMIN_KEY="two")
-    assert done.returncode == 2
-    assert "the admin key is also b's key" in done.stderr
-    assert "next: docs/gateway.md says how tenants and the admin get keys" in done.stderr
-    assert "two" not in done.stderr.replace(str(tmp_path), "")
+    monkeypatch.setenv("SOJOURN_ADMIN_KEY", "two")
+    error = refused("gateway", *ENGINES, "--tenants", str(tenants))
+    assert "the admin key is also b's key" in error.message
+    assert error.next_step == "docs/gateway.md says how tenants and the admin get keys"
+    assert "two" not in error.message.replace(str(tmp_path), "")
 
 
 def test_a_file_of_tenants_goes_before_the_environment_and_not_before_the_command_line(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tenants = tmp_path / "tenants.toml"
     tenants.write_text("[tenants]\na = 3\n")
-    done = gateway(*ENGINES, "--tenants", str(tenants), SOJOURN_API_KEY="k")
+    monkeypatch.setenv("SOJOURN_API_KEY", "k")
+    done = run_sojourn("gateway", *ENGINES, "--tenants", str(tenants))
     assert "note: SOJOURN_API_KEY is ignored" in done.stderr
     assert "expected [tenants] with lines NAME" in done.stderr
-    done = gateway(*ENGINES, "--tenants", str(tenants), "--api-key", "k", SOJOURN_API_KEY="k")
-    assert "--tenants and --api-key are both given" in done.stderr
+    error = refused("gateway", *ENGINES, "--tenants", str(tenants), "--api-key", "k")
+    assert "--tenants and --api-key are both given" in error.message
 
 
 @pytest.mark.parametrize(

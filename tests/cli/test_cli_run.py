@@ -121,34 +121,28 @@ def test_unknown_commands_name_a_next_step(tmp_path: Path) -> None:
     assert f"sojourn run -- python {script}" in sojourn_run(str(script)).stderr.replace("\n", "")
 
 
-def test_mini_is_instrumented_when_it_is_imported(packages: Path) -> None:
-    code = (
-        "import sys, minisweagent.agents.default as d; "
-        "print('sojourn_integrations.mini_swe_agent' in sys.modules, "
-        "hasattr(d.DefaultAgent.run, '__wrapped__'), d.DefaultAgent().run())"
-    )
-    result = sojourn_run(sys.executable, "-c", code, PYTHONPATH=str(packages))
-    assert result.stdout.strip() == "True True 7", result.stderr
+ATTACHED = (
+    "import sys, minisweagent.agents.default as d; "
+    "print('sojourn_integrations.mini_swe_agent' in sys.modules, d.DefaultAgent().run())"
+)
+SHELL = ("sh", "-c", f'"{sys.executable}" -c "{ATTACHED}"; true')
+TOOL = (sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ATTACHED!r}])")
 
 
-IS_ATTACHED = "import minisweagent.agents.default as d; print(hasattr(d.DefaultAgent.run, '__wrapped__'))"
-
-
-def test_a_python_behind_a_shell_script_is_the_agent_too(packages: Path) -> None:
-    line = f'"{sys.executable}" -c "{IS_ATTACHED}"; true'
-    result = sojourn_run("sh", "-c", line, PYTHONPATH=str(packages))
-    assert result.stdout.strip() == "True", result.stderr
-
-
-TOOL = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {IS_ATTACHED!r}])"
-
-
-@pytest.mark.parametrize(("options", "expected"), [((), "False"), (("--children",), "True")])
-def test_pythons_started_by_tools_are_left_alone_unless_asked_for(
-    packages: Path, options: tuple[str, ...], expected: str
+@pytest.mark.parametrize(
+    ("command", "options", "is_instrumented"),
+    [
+        ((sys.executable, "-c", ATTACHED), (), True),
+        (SHELL, (), True),  # a Python behind a shell script is the agent too
+        (TOOL, (), False),  # a Python that a tool starts is left alone unless asked for
+        (TOOL, ("--children",), True),
+    ],
+)
+def test_mini_is_instrumented_when_the_agent_imports_it(
+    packages: Path, command: tuple[str, ...], options: tuple[str, ...], is_instrumented: bool
 ) -> None:
-    result = sojourn_run(sys.executable, "-c", TOOL, options=options, PYTHONPATH=str(packages))
-    assert result.stdout.strip() == expected, result.stderr
+    result = sojourn_run(*command, options=options, PYTHONPATH=str(packages))
+    assert result.stdout == f"{is_instrumented} 7\n", result.stderr
 
 
 ASK = """

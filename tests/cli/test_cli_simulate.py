@@ -15,11 +15,8 @@ from typing import Any
 
 import cli_process
 import pytest
-import typer.testing
 from cli_process import COLUMNS, run_sojourn
 from simulation_results import read_results
-from sojourn_server.cli import build_app
-from sojourn_server.cli.console import CliError
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.simulator.report.results_file import load_runs
@@ -269,32 +266,25 @@ def test_kept_runs_are_shown_again(
     twice: list[tuple[Path, subprocess.CompletedProcess[str]]], tmp_path: Path
 ) -> None:
     folder, run = twice[0]
-    runner = typer.testing.CliRunner()
     again = tmp_path / "again.json"
-    kept = str(folder / "runs.json.gz")
-    result = runner.invoke(build_app(), ["simulate", "--load", kept, "--json", str(again)])
+    load = partial(cli_process.invoke, "simulate", "--load", str(folder / "runs.json.gz"))
+    refused_to_load = partial(refused, "--load", str(folder / "runs.json.gz"))
+    result = load("--json", str(again))
     assert result.exit_code == 0, result.exception
     assert json.loads(again.read_text()) == json.loads(run.stdout)
     later = tmp_path / "later.json"
-    result = runner.invoke(
-        build_app(), ["simulate", "--load", kept, "--warm-up-s", "10", "--json", str(later)]
-    )
+    result = load("--warm-up-s", "10", "--json", str(later))
     assert result.exit_code == 0, result.exception
     rows = read_results(later).runs
     assert [(row.policy, row.since_s) for row in rows] == [
         (run, 10.0) for run in ("stock", "continuum", "unlimited")
     ]
-    failed = runner.invoke(build_app(), ["simulate", "--load", kept, "--warm-up-s", "9000"])
-    assert isinstance(failed.exception, CliError)
-    assert "--warm-up-s 9000" in failed.exception.message
-    assert "use a shorter warm-up" in failed.exception.next_step
+    failed = refused_to_load("--warm-up-s", "9000")
+    assert "--warm-up-s 9000" in failed.message
+    assert "use a shorter warm-up" in failed.next_step
     for option, value in (("--hardware", "h100"), ("--policy", "stock"), ("--pool-tokens", "5000")):
-        unused = runner.invoke(build_app(), ["simulate", "--load", kept, option, value])
-        assert isinstance(unused.exception, CliError)
-        assert f"{option} has no effect on saved runs" in unused.exception.message
-    missing = runner.invoke(build_app(), ["simulate", "--load", kept, "--explain", "p7"])
-    assert isinstance(missing.exception, CliError)
-    assert missing.exception.exit_code == 1
+        assert f"{option} has no effect on saved runs" in refused_to_load(option, value).message
+    assert refused_to_load("--explain", "p7").exit_code == 1
 
 
 @pytest.mark.engine
@@ -365,11 +355,9 @@ def test_an_interrupt_keeps_the_runs_that_have_finished(
     monkeypatch.setattr("sojourn_server.cli.simulate.run_suite", interrupted)
     out, saved = tmp_path / "out.json", tmp_path / "saved.json.gz"
     options = f"--policy stock,admit,continuum,mori --programs 1 --explain p0 --save {saved}"
-    command = ["simulate", str(trace), "--hours", "0.01", "--jobs", "1", "--json", str(out)]
-    result = typer.testing.CliRunner().invoke(build_app(), [*command, *options.split()])
-    assert isinstance(result.exception, CliError), (result.output, result.exception)
-    assert "have 3 of 4 runs" in str(result.exception)
-    assert result.exception.exit_code == 130
+    error = refused(str(trace), "--hours", "0.01", "--jobs", "1", "--json", str(out), *options.split())
+    assert "have 3 of 4 runs" in error.message
+    assert error.exit_code == 130
     written = read_results(out)
     assert [row.policy for row in written.runs] == ["stock", "admit", "continuum"]
     assert written.missing_runs == load_runs(saved).missing_runs == 1
@@ -378,11 +366,9 @@ def test_an_interrupt_keeps_the_runs_that_have_finished(
 def test_a_process_that_dies_is_an_error_and_ends_the_others(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["simulate", str(trace), "--policy", "stock,admit", "--programs", "1", "--jobs", "2"]
     monkeypatch.setattr("sojourn_server.simulator.simulation_suite._run_in_process", _die)
-    result = typer.testing.CliRunner().invoke(build_app(), command)
-    assert isinstance(result.exception, CliError), (result.output, result.exception)
-    assert "process died; was it short of memory?" in str(result.exception)
+    error = refused(str(trace), "--policy", "stock,admit", "--programs", "1", "--jobs", "2")
+    assert "process died; was it short of memory?" in error.message
 
 
 def _die(*_: Any) -> None:

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -105,11 +105,23 @@ def key_source(context: typer.Context) -> str:
     return next(name for name in KEY_VARIABLES if os.environ.get(name))
 
 
-def is_given(context: typer.Context, name: str) -> bool:
-    """Return whether the user gave the option ``name`` on the command line. An environment variable does not
-    count."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+def given_options(context: typer.Context) -> dict[str, str]:
+    """Return the options and arguments that the user gave on the command line: name → flag, or name of the
+    argument. Environment variables do not count."""
+    given = {}
+    for each in context.command.params:
+        source = context.get_parameter_source(each.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            given[each.name or ""] = each.opts[0]
+    return given
+
+
+def check_suffix(
+    option: str, path: Path, suffixes: Sequence[str], next_step: str = "change the name"
+) -> None:
+    """Raise ``CliError`` if the name of a file to write has none of ``suffixes``."""
+    if not path.name.endswith(tuple(suffixes)):
+        raise CliError(f"{option} {path}: expected a name ending in {' or '.join(suffixes)}", next_step)
 
 
 def output_file(path: Any) -> Any:

@@ -27,7 +27,7 @@ from ..policies.preset_store import PresetError
 from ..routing.routing_events import PairRole
 from ..routing.routing_from_preset import PrefillDecodeRules
 from ..routing.routing_limits import RoutingLimits
-from .console import CliError, check_free_port, is_given, print_line, print_note
+from .console import CliError, check_free_port, given_options, print_line, print_note
 
 if TYPE_CHECKING:
     from sojourn_server.gateway.http.peers import Peers
@@ -132,7 +132,7 @@ def gateway(
 ) -> None:
     """Serve one address for several engines; turns go to the engine with their KV."""
     if ray is not None:
-        _serve_on_ray(ray, _given_options(context, "ray"))
+        _serve_on_ray(ray, [option for option in given_options(context).values() if option != "--ray"])
         return
     in_pairs = _is_prefill_decode(context, prefill, decode)
     named = {"prefill": prefill, "decode": decode} if in_pairs else {"engines": engines}
@@ -159,7 +159,7 @@ def gateway(
     preset = None if in_pairs else _preset(policy, policy_file, allow_policy_modules)
     if preset is not None and waiting_order is not None:
         preset = with_waiting_order(preset, waiting_order)
-    if tenants is not None and api_key is not None and not is_given(context, "api_key"):
+    if tenants is not None and api_key is not None and "api_key" not in given_options(context):
         # The environment variable may be set for the SDK, which sends the key.
         print_note(f"SOJOURN_API_KEY is ignored: {tenants} has the keys")
         api_key = None
@@ -215,7 +215,7 @@ def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[
     other."""
     given = {"--prefill": prefill, "--decode": decode}
     there = [flag for flag, texts in given.items() if texts]
-    others = _given_options(context, but="prefill")
+    others = given_options(context).values()
     if len(there) == 1:
         [absent] = given.keys() - there
         raise CliError(f"{there[0]} is given without {absent}: a request needs one of each", _PAIRS)
@@ -257,12 +257,6 @@ def _addresses(texts: list[str], whose: str, example: str) -> list[str]:
         return [parse_engine_url(part) for text in texts for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise CliError(str(error).replace("an engine's", whose), example) from None
-
-
-def _given_options(context: typer.Context, but: str) -> list[str]:
-    """Return the options given on the command line, except ``but``. Environment variables do not count."""
-    given = [name for name in context.params if name != but and is_given(context, name)]
-    return [f"--{name.replace('_', '-')}" for name in given]
 
 
 def _serve_on_ray(path: Path, others: list[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from importlib.util import find_spec
@@ -29,8 +29,9 @@ from ..simulator.workloads.synthetic_workloads import synthetic_names
 from .console import (
     CliError,
     ProgressLines,
+    check_suffix,
     console,
-    is_given,
+    given_options,
     json_option,
     output_file,
     print_line,
@@ -127,11 +128,11 @@ def simulate(
 ) -> None:
     """Compare policies on a trace in virtual time, with vLLM's own scheduler."""
     _check_outputs(plot, save)
+    given = given_options(context)
     swept: ParameterSweep | None = None
     if load is not None:
-        for name in context.params:
-            if name not in _SHOWING_OPTIONS and is_given(context, name):
-                option = name if name == "workload" else "--" + name.replace("_", "-")
+        for name, option in given.items():
+            if name not in _SHOWING_OPTIONS:
                 raise CliError(
                     f"{option} has no effect on saved runs, which --load only shows",
                     f"leave out {option}, or run the simulation again",
@@ -140,8 +141,8 @@ def simulate(
     else:
         if workload is None:
             raise CliError("no workload", "name a trace, or a synthetic one: sojourn simulate synthetic:NAME")
-        sweeping = _parse_sweep(sweep, context) if sweep is not None else None
-        if not is_given(context, "policy"):
+        sweeping = _parse_sweep(sweep, given) if sweep is not None else None
+        if "policy" not in given:
             policy = CLUSTER_POLICIES if replicas is not None else policy
             policy = SWEEP_POLICIES.get(sweeping.field, policy) if sweeping is not None else policy
         if async_scheduling is None:  # a file from sojourn profile does not name its device
@@ -159,7 +160,7 @@ def simulate(
         specs = [replace(spec, until_s=_until_s(hours, spec)) for spec in specs]
         if explain is not None:
             _check_program(explain, specs[0])
-        if hours is None and not any(is_given(context, name) for name in ("programs", "rate")):
+        if not given.keys() & {"hours", "programs", "rate"}:
             # Only the progress lines have the estimate, since the time depends on workload and machine.
             print_note(
                 "40 programs for a virtual hour may take as long here; the line of progress after "
@@ -219,14 +220,12 @@ def _numbers(option: str, text: str, kind: type) -> list[Any]:
     return numbers
 
 
-def _parse_sweep(text: str, context: typer.Context) -> ParameterSweep:
+def _parse_sweep(text: str, given: Mapping[str, str]) -> ParameterSweep:
     sweep = read_sweep(text)
-    option = "rate" if sweep.field == "rate_per_s" else sweep.field
-    if is_given(context, option):
-        option = "--" + option.replace("_", "-")
+    if option := given.get("rate" if sweep.field == "rate_per_s" else sweep.field):
         raise CliError(f"{option} gives one value of {sweep.field}, and --sweep several", f"remove {option}")
     for name in ("save", "explain"):
-        if is_given(context, name):
+        if name in given:
             raise CliError(f"--{name} cannot distinguish the values of --sweep", f"run one value to {name}")
     return sweep
 
@@ -310,10 +309,8 @@ def _load_saved(path: Path, warm_up_s: float) -> tuple[SuiteResult, Provenance]:
 
 def _check_outputs(plot: Path | None, save: Path | None) -> None:
     """Raise ``CliError`` for a name that cannot be written, before minutes of simulation."""
-    if save is not None and not save.name.endswith(SUFFIXES):
-        raise CliError(
-            f"--save {save}: expected a name ending in {' or '.join(SUFFIXES)}", "name it runs.json.gz"
-        )
+    if save is not None:
+        check_suffix("--save", save, SUFFIXES, "name it runs.json.gz")
     if plot is not None and plot.is_file():
         raise CliError(f"{plot} is a file", "name a folder")
     if plot is not None and find_spec("matplotlib") is None:

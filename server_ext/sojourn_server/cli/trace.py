@@ -17,7 +17,7 @@ from ..traces.imports import IMPORT_FORMATS
 from ..traces.perfetto_trace import PerfettoTrace, add_ledger_program, write_perfetto
 from ..traces.trace_file import write_trace
 from ..traces.trace_schema import TraceError
-from .console import CliError, api_key_option, output_file, print_line, print_note, url_option
+from .console import CliError, api_key_option, check_suffix, output_file, print_line, print_note, url_option
 from .live_client import LiveClient
 
 _MAX_PROGRAMS = 1000
@@ -48,8 +48,7 @@ def import_(
     if read is None:
         message = f"--from {source} is unknown{did_you_mean(source, IMPORT_FORMATS)}"
         raise CliError(message, f"use one of {', '.join(IMPORT_FORMATS)}")
-    if not output.name.endswith((".jsonl", ".jsonl.gz")):
-        raise CliError(f"-o {output}: expected a name ending in .jsonl or .jsonl.gz", "change the name")
+    check_suffix("-o", output, (".jsonl", ".jsonl.gz"))
     try:
         imported = read(files)
     except TraceError as error:
@@ -79,9 +78,7 @@ def export(
     ),
 ) -> None:
     """Write a run of an engine or of the simulator for ui.perfetto.dev."""
-    if not perfetto.name.endswith((".json", ".json.gz")):
-        wrong = f"--perfetto {perfetto}: expected a name ending in .json or .json.gz"
-        raise CliError(wrong, "change the name")
+    check_suffix("--perfetto", perfetto, (".json", ".json.gz"))
     trace = PerfettoTrace()
     if runs:
         notes = _add_saved_runs(trace, runs)
