@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from sojourn_server.simulator.report.results_file import processor_name
@@ -33,8 +33,6 @@ def measure_bandwidth(copy_bytes: int = COPY_BYTES, block_bytes: int | None = No
     KV blocks that a CPU engine's host memory tier makes. ``block_bytes``: size of such a block; ``None``: the
     copies are plain memory copies.
     """
-    if importlib.util.find_spec("torch") is None:
-        return CopyBandwidth(None, None, "torch is not installed here")
     try:
         import torch
 
@@ -49,6 +47,8 @@ def measure_bandwidth(copy_bytes: int = COPY_BYTES, block_bytes: int | None = No
         return CopyBandwidth(
             rate, rate, "no CUDA device: memory copies within the host, in one piece and not in blocks"
         )
+    except ModuleNotFoundError:
+        return CopyBandwidth(None, None, "torch is not installed here")
     except Exception as error:  # an incompatible driver, no free memory next to the engine, …
         return CopyBandwidth(None, None, f"the copy failed: {type(error).__name__}: {str(error)[:200]}")
 
@@ -56,14 +56,11 @@ def measure_bandwidth(copy_bytes: int = COPY_BYTES, block_bytes: int | None = No
 def describe_hardware() -> str:
     """Return the number and name of the GPUs as text; without GPUs, the number of usable processor cores and
     the name of the processor."""
-    if importlib.util.find_spec("torch") is not None:
-        try:
-            import torch
+    with suppress(Exception):  # without torch, or with an incompatible driver
+        import torch
 
-            if torch.cuda.is_available():
-                return f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"
-        except Exception:
-            pass
+        if torch.cuda.is_available():
+            return f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return f"{cores} cores of {processor_name()}"
 
