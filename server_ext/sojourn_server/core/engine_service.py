@@ -195,9 +195,7 @@ class EngineService:
             **_same(program, "outcome agent_type node graph_hash expected_steps_left"),
             tools_running=len(program.tools),
             ledger=[turn.as_dict(compute_s) for turn in state.ledger.of_program(program.id)],
-            unfinished=[
-                replace(record, finished_s=now, outcome="running").as_dict(compute_s) for record in live
-            ],
+            unfinished=[replace(record, finished_s=now).as_dict(compute_s) for record in live],
             decisions=[one.as_dict() for one in state.decisions.of_program(program.id)],
             decisions_since_s=state.decisions.oldest_s,
             now_s=now,
@@ -246,12 +244,9 @@ class EngineService:
         if program is None:
             return None
         hashes = self._state.contexts.get(program.id) or ()
-        progress = self._view.persist(hashes)
-        if not hashes and program.status in OVER_STATUSES:
-            progress = {
-                "reason": f"the program has {program.status.value}, and its KV was dropped",
-                **progress,
-            }
+        is_dropped = not hashes and program.status in OVER_STATUSES
+        why_not = f"the program has {program.status.value}, and its KV was dropped"
+        progress = ({"reason": why_not} if is_dropped else {}) | self._view.persist(hashes)
         pending, block_size = progress.get("pending_blocks", 0), self._state.pool.block_size
         reload = self._state.reload
         return answers.PersistProgress(
