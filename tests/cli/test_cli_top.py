@@ -19,16 +19,7 @@ from sojourn_server.cli.cli_error import CliError
 from sojourn_server.cli.explain import explanation_view, turn_table
 from sojourn_server.cli.live_client import LiveClient
 from sojourn_server.cli.top import explanation_of
-from sojourn_server.cli.top_view import (
-    COLUMNS,
-    SORTABLE,
-    Line,
-    header,
-    heading,
-    program_line,
-    shows_leases,
-    sorted_programs,
-)
+from sojourn_server.cli.top_view import COLUMNS, SORTABLE, Line, TopView, shows_leases, sorted_programs
 from sojourn_server.metrics.live_frame import LiveFrame
 from sojourn_server.metrics.turn_explanation import Explanation
 from test_cli_explain import FOUND
@@ -56,8 +47,7 @@ def text_of(line: Line) -> str:
 def test_the_lines_fit_eighty_columns_and_say_what_the_frame_says() -> None:
     shown = frame(*PROGRAMS, engines=2)
     views = sorted_programs(shown)
-    lines = [*header(shown, 80, url="http://h:8000"), heading(80, "state", False)]
-    texts = [text_of(line) for line in lines + [program_line(view, 80) for view in views]]
+    texts = [text_of(line) for line in TopView(shown, 80, url="http://h:8000").page()]
     for text in texts:
         assert cell_len(text) <= 80, text
         assert text.isprintable(), text
@@ -74,7 +64,7 @@ def test_the_lines_fit_eighty_columns_and_say_what_the_frame_says() -> None:
 def test_engines_that_only_observe_are_not_the_policy_of_a_pair() -> None:
     def title(*policies: str) -> str:
         engines = [msgspec.structs.replace(frame().engines[0], policy=policy) for policy in policies]
-        return text_of(header(msgspec.structs.replace(frame(), engines=engines), 80)[0])
+        return text_of(TopView(msgspec.structs.replace(frame(), engines=engines), 80).header()[0])
 
     assert title("sojourn", "observe").endswith("policy sojourn")
     assert title("observe", "observe").endswith("policy observe")
@@ -96,15 +86,11 @@ def test_a_policy_without_leases_shows_places_and_reused_tokens_instead() -> Non
         grants_leases=False,
     )
     shown = msgspec.structs.replace(frame(*rows), engines=[engine])
-    texts = [text_of(line) for line in header(shown, 80)]
-    assert not any("lease" in text for text in texts)
+    texts = [text_of(line) for line in TopView(shown, 80).page()]
+    assert not any("lease" in text.lower() for text in texts)
     assert any(text.endswith("· placed 2 device, 1 host, 1 waiting") for text in texts)
-    assert "LEASE" not in text_of(heading(80, "state", False, leases=False))
     assert shows_leases(shown) is False
-    views = sorted_programs(shown)
-    line = next(
-        text_of(program_line(view, 80, leases=False)) for view in views if view.row.program_id == "back"
-    )
+    line = next(text for text in texts if text.startswith("back"))
     assert " ".join(line.split()) == "back gated pytest 10s 2.5k 12.3k waiting 3 0.4s 0"
     assert cell_len(line) <= 80
     # Without a program the engine tells, and a lease is always shown.

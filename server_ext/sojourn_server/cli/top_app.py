@@ -195,21 +195,21 @@ class TopApp(App[None]):
     def _draw(self) -> None:
         if not self.is_running:
             return
+        view = self._view()
+        if view is not None:
+            self.query_one(ProgramTable).show(view.programs(self._needle))
+            self.query_one("#heading", _Lines).show(view.heading())
+            self._draw_header()
+        elif self._error is not None:
+            self._draw_error(self._error)
+
+    def _view(self) -> top_view.TopView | None:
+        """Return the view of the newest frame; ``None``: no server has answered yet."""
         if self._frame is None:
-            if self._error is not None:
-                self._draw_error(self._error)
-            return
-        frame, width = self._frame, self.size.width
-        leases = top_view.shows_leases(frame)
-        views = top_view.sorted_programs(frame, sort=self._sort, reverse=self._reverse, needle=self._needle)
-        self.query_one(ProgramTable).show(
-            {view.row.program_id: top_view.program_line(view, width, leases=leases) for view in views}
+            return None
+        return top_view.TopView(
+            self._frame, self.size.width, url=self._url, sort=self._sort, reverse=self._reverse
         )
-        heading = [top_view.heading(width, self._sort, self._reverse, leases=leases)]
-        if not frame.programs:
-            heading.append(top_view.empty_line(frame, self._url, width))
-        self.query_one("#heading", _Lines).show(heading)
-        self._draw_header()
 
     def _draw_error(self, error: CliError) -> None:
         again = f"asking again every {top_view.duration(self._interval_s)}"
@@ -217,7 +217,8 @@ class TopApp(App[None]):
         self._head([self._title, *([(top_view.cut(text, self.size.width), style)] for text, style in texts)])
 
     def _draw_header(self) -> None:
-        if self._frame is None:
+        view = self._view()
+        if view is None:
             return
         note = "PAUSED" if self._paused else ""
         if self._error:
@@ -225,7 +226,7 @@ class TopApp(App[None]):
         table, place = self.query_one(ProgramTable), ""
         if table.highlighted is not None and table.option_count > table.size.height:
             place = f"{table.highlighted + 1}/{table.option_count}"
-        lines = top_view.header(self._frame, self.size.width, url=self._url, note=note, place=place)
+        lines = view.header(note=note, place=place)
         if self._needle:
             matches = f"{table.option_count} match “{self._needle}”; Escape shows all"
             lines.append([(top_view.cut(matches, self.size.width), "bold")])
@@ -241,10 +242,11 @@ class TopApp(App[None]):
 
     def action_sort(self) -> None:
         """Sort by the next column."""
-        names = top_view.sortable(leases=self._frame is None or top_view.shows_leases(self._frame))
-        place = names.index(self._sort) + 1 if self._sort in names else 0
-        self._sort = names[place % len(names)]
-        self._draw()
+        if (view := self._view()) is not None:
+            names = view.sortable()
+            place = names.index(self._sort) + 1 if self._sort in names else 0
+            self._sort = names[place % len(names)]
+            self._draw()
 
     def action_reverse(self) -> None:
         """Reverse the order."""

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
@@ -178,7 +177,7 @@ COLUMNS = (
         "came before them",
     ),
 )  # fmt: skip
-"""All columns. LEASE and REUSE are not shown together: see ``_columns``."""
+"""All columns. LEASE and REUSE, which have the same width, are not shown together."""
 SORTABLE = tuple(column.name.lower() for column in COLUMNS if column.name != "TOOL")
 """Names of the columns by which the table can be sorted."""
 
@@ -200,20 +199,9 @@ def shows_leases(frame: LiveFrame) -> bool:
     ) or any(row.lease_blocks for row in frame.programs)
 
 
-def sortable(*, leases: bool) -> tuple[str, ...]:
-    """Return the names of the shown columns by which the table can be sorted."""
-    return tuple(column.name.lower() for column in _columns(leases) if column.name != "TOOL")
-
-
 def as_text(line: Line) -> Text:
     """Return a line as Rich's text, which is never wrapped."""
     return Text.assemble(*line, no_wrap=True, overflow="crop", end="")
-
-
-@lru_cache
-def _columns(leases: bool) -> tuple[Column, ...]:
-    """Return the shown columns: with LEASE if ``leases``, else with REUSE."""
-    return tuple(column for column in COLUMNS if column.name != ("REUSE" if leases else "LEASE"))
 
 
 def age_s(row: ProgramRow, frame: LiveFrame) -> float:
@@ -258,48 +246,95 @@ def _matches(view: ProgramView, needle: str) -> bool:
 # -- lines -----------------------------------------------------------------------------
 
 
-def page(frame: LiveFrame, width: int, *, url: str, sort: str) -> list[Line]:
-    """Return the lines of the whole view: header, heading and all programs."""
-    leases = shows_leases(frame)
-    lines = [program_line(view, width, leases=leases) for view in sorted_programs(frame, sort=sort)]
-    head = [*header(frame, width, url=url), heading(width, sort, False, leases=leases)]
-    return head + (lines or [empty_line(frame, url, width)])
+class TopView:
+    """What is shown of a frame in ``width`` columns: the lines above the table, its heading, and one line for
+    each program, in the order of the column ``sort``."""
 
+    def __init__(
+        self, frame: LiveFrame, width: int, *, url: str = "", sort: str = "state", reverse: bool = False
+    ) -> None:
+        self.frame = frame
+        self.url = url
+        self._width = max(MIN_WIDTH, width)
+        self._sort = sort
+        self._reverse = reverse
+        self._leases = shows_leases(frame)
+        hidden = "REUSE" if self._leases else "LEASE"
+        self._columns = [column for column in COLUMNS if column.name != hidden]
+        self._name_width = self._width - sum(column.width + 1 for column in self._columns)
 
-def heading(width: int, sort: str, reverse: bool, *, leases: bool = True) -> Line:
-    """Return the table's heading. An arrow marks the column by which the table is sorted. ``leases``: whether
-    the column LEASE is shown (``shows_leases``)."""
-    name_width = _name_width(width)
-    line: Line = [("PROGRAM".ljust(name_width), "bold")]
-    for column in _columns(leases):
-        chosen = column.name.lower() == sort
-        text = column.name + (("▲" if reverse else "▼") if chosen else "")
-        line += [(" ", ""), (_cell(text, column), "bold reverse" if chosen else "bold")]
-    return line
+    def sortable(self) -> list[str]:
+        """Return the names of the shown columns by which the table can be sorted."""
+        return [name for column in self._columns if (name := column.name.lower()) in SORTABLE]
 
+    def page(self) -> list[Line]:
+        """Return the lines of the whole view: header, heading and all programs."""
+        return [*self.header(), *self.heading(), *self.programs().values()]
 
-def program_line(view: ProgramView, width: int, *, leases: bool = True) -> Line:
-    """Return the table's line of one program. ``leases``: whether the column LEASE is shown."""
-    row = view.row
-    name_width = _name_width(width)
-    label = row.program_id
-    if row.name and cell_len(row.name) + len(label) + 1 <= name_width:
-        label = f"{row.name} {label}"
-    elif row.name and row.name != label:  # the end of a generated id tells programs of one name apart
-        label = f"{cut(row.name, name_width - 5)} {label[-4:]}"
-    line: Line = [(_fit(label, name_width), DIM if view.state == "ended" else "")]
-    for column in _columns(leases):
-        style = ""
-        if column.name == "STATE":
-            style = STATE_STYLES.get(view.state, "")
-        elif column.name == "LOST" and row.lost_tokens:
-            style = LOSS
-        line += [(" ", ""), (_cell(column.text(view), column), style)]
-    return line
+    def heading(self) -> list[Line]:
+        """Return the table's heading, and a line that stands in for programs while there are none. An arrow
+        marks the column by which the table is sorted."""
+        line: Line = [("PROGRAM".ljust(self._name_width), "bold")]
+        for column in self._columns:
+            chosen = column.name.lower() == self._sort
+            text = column.name + (("▲" if self._reverse else "▼") if chosen else "")
+            line += [(" ", ""), (_cell(text, column), "bold reverse" if chosen else "bold")]
+        if self.frame.programs:
+            return [line]
+        what = untracked_text(self.frame) or "no programs yet"
+        return [line, [(cut(f"{what}: sojourn run --url {self.url} -- python agent.py", self._width), DIM)]]
 
+    def programs(self, needle: str = "") -> dict[str, Line]:
+        """Return id → line of each program that matches ``needle`` (``sorted_programs``)."""
+        views = sorted_programs(self.frame, sort=self._sort, reverse=self._reverse, needle=needle)
+        return {view.row.program_id: self._program_line(view) for view in views}
 
-def _name_width(width: int) -> int:
-    return max(MIN_WIDTH, width) - sum(column.width + 1 for column in _columns(True))
+    def _program_line(self, view: ProgramView) -> Line:
+        row = view.row
+        label = row.program_id
+        if row.name and cell_len(row.name) + len(label) + 1 <= self._name_width:
+            label = f"{row.name} {label}"
+        elif row.name and row.name != label:  # the end of a generated id tells programs of one name apart
+            label = f"{cut(row.name, self._name_width - 5)} {label[-4:]}"
+        line: Line = [(_fit(label, self._name_width), DIM if view.state == "ended" else "")]
+        for column in self._columns:
+            style = ""
+            if column.name == "STATE":
+                style = STATE_STYLES.get(view.state, "")
+            elif column.name == "LOST" and row.lost_tokens:
+                style = LOSS
+            line += [(" ", ""), (_cell(column.text(view), column), style)]
+        return line
+
+    def header(self, *, note: str = "", place: str = "") -> list[Line]:
+        """Return the lines above the table: the server's URL and policies, memory by tier as stacked bars,
+        number of programs, and tokens. ``note`` and ``place`` (the cursor's place in the table) stand at the
+        right end of the first line."""
+        engines, width = self.frame.engines, self._width
+        slow_s = max((engine.answer_s or 0.0 for engine in engines), default=0.0)
+        if not note and slow_s >= SLOW_ANSWER_S:
+            note = f"engine answers after {duration(slow_s)}"
+        policies = {engine.policy for engine in engines if engine.policy}
+        named = ", ".join(sorted(policies - {"observe"} or policies))  # decode engines of pairs only observe
+        title = f"sojourn top  {self.url}" + (f"  policy {named}" if named else "")
+        right = "  ".join(filter(None, (note, place)))
+        title = cut(title, width - cell_len(right) - 2)
+        gap = " " * (width - cell_len(title) - cell_len(right))
+        lines: list[Line] = [
+            [(title, "bold"), (gap, ""), (note, LOSS), ("  " if note and place else "", ""), (place, "")]
+        ]
+        for engine in engines:
+            if engine.error:
+                lines.append([(cut(f"{engine.engine}: {engine.error}", width), LOSS)])
+        answering = [engine for engine in engines if not engine.error and engine.blocks]
+        for label, tiers, block_bytes in _memory(answering):
+            for tier, states in tiers.items():
+                if not self._leases:
+                    states = {name: blocks for name, blocks in states.items() if name != "leased"}
+                lines.append(_bar(f"{label}{tier}", states, block_bytes if tier == "device" else 0, width))
+        lines += [[(cut(line, width), "")] for line in _programs_lines(self.frame, width)]
+        lines.append(_tokens_line(engines, width))
+        return lines
 
 
 def untracked_text(frame: LiveFrame) -> str:
@@ -308,46 +343,8 @@ def untracked_text(frame: LiveFrame) -> str:
     return f"{number} request{'s' if number > 1 else ''} came without a program" if number else ""
 
 
-def empty_line(frame: LiveFrame, url: str, width: int) -> Line:
-    """Return the line that is shown while there are no programs."""
-    what = untracked_text(frame) or "no programs yet"
-    return [(cut(f"{what}: sojourn run --url {url} -- python agent.py", width), DIM)]
-
-
 def _cell(text: str, column: Column) -> str:
     return _fit(text, column.width, column.right)
-
-
-def header(frame: LiveFrame, width: int, *, url: str = "", note: str = "", place: str = "") -> list[Line]:
-    """Return the lines above the table: the server's URL and policies, memory by tier as stacked bars, number
-    of programs, and tokens. ``note`` and ``place`` (the cursor's place in the table) stand at the right end
-    of the first line."""
-    width = max(MIN_WIDTH, width)
-    slow_s = max((engine.answer_s or 0.0 for engine in frame.engines), default=0.0)
-    if not note and slow_s >= SLOW_ANSWER_S:
-        note = f"engine answers after {duration(slow_s)}"
-    policies = {engine.policy for engine in frame.engines if engine.policy}
-    named = ", ".join(sorted(policies - {"observe"} or policies))  # decode engines of pairs only observe
-    title = f"sojourn top  {url}" + (f"  policy {named}" if named else "")
-    right = "  ".join(filter(None, (note, place)))
-    title = cut(title, width - cell_len(right) - 2)
-    gap = " " * (width - cell_len(title) - cell_len(right))
-    lines: list[Line] = [
-        [(title, "bold"), (gap, ""), (note, LOSS), ("  " if note and place else "", ""), (place, "")]
-    ]
-    for engine in frame.engines:
-        if engine.error:
-            lines.append([(cut(f"{engine.engine}: {engine.error}", width), LOSS)])
-    answering = [engine for engine in frame.engines if not engine.error and engine.blocks]
-    leases = shows_leases(frame)
-    for label, tiers, block_bytes in _memory(answering):
-        for tier, states in tiers.items():
-            if not leases:
-                states = {name: blocks for name, blocks in states.items() if name != "leased"}
-            lines.append(_bar(f"{label}{tier}", states, block_bytes if tier == "device" else 0, width))
-    lines += [[(cut(line, width), "")] for line in _programs_lines(frame, width)]
-    lines.append(_tokens_line(frame.engines, width))
-    return lines
 
 
 def _memory(engines: Sequence[EngineRow]) -> Iterable[tuple[str, Mapping[str, Mapping[str, int]], int]]:
