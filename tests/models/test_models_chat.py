@@ -63,36 +63,25 @@ def prompt_text(tokenizer, messages, tools=TOOLS, **more) -> str:
     return tokenizer.apply_chat_template(as_vllm_renders(messages), tools=tools, tokenize=False, **more)
 
 
+ANSWERS = [
+    *((content, [call(command)]) for content in CONTENTS for command in COMMANDS),
+    *(("Several.", [call(command) for command in COMMANDS[:count]]) for count in (2, 3)),
+    ("Done, I think.\n", []),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("content", CONTENTS)
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_next_prompt_starts_with_this_prompt_and_its_output(tokenizer, command, content):
+@pytest.mark.parametrize(("content", "calls"), ANSWERS)
+def test_the_next_prompt_starts_with_this_prompt_and_its_output(tokenizer, content, calls):
     messages = [{"role": "system", "content": "You fix bugs."}, {"role": "user", "content": "Fix it.\n"}]
-    answer = {"role": "assistant", "content": content, "tool_calls": [call(command)]}
-    forced = tokenizer.encode(assistant_text(content, answer["tool_calls"]), add_special_tokens=False)
+    answer = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+    forced = tokenizer.encode(assistant_text(content, calls), add_special_tokens=False)
     before = prompt_ids(tokenizer, messages)
-
-    after = prompt_ids(
-        tokenizer, [*messages, answer, {"role": "tool", "tool_call_id": "c1", "content": "out\n<x>"}]
-    )
-
+    results = [{"role": "tool", "tool_call_id": "c1", "content": "out\n<x>"}] * len(calls)
+    following = results or [{"role": "user", "content": "And?"}]
+    after = prompt_ids(tokenizer, [*messages, answer, *following])
     expected = [*before, *forced, tokenizer.eos_token_id]
     assert after[: len(expected)] == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 3])
-def test_several_calls_and_a_plain_answer_round_trip(tokenizer, count):
-    messages = [{"role": "user", "content": "Go."}]
-    for answer in (
-        {"role": "assistant", "content": "Both.", "tool_calls": [call(c) for c in COMMANDS[:count]]},
-        {"role": "assistant", "content": "Done, I think.\n"},
-    ):
-        before = prompt_ids(tokenizer, messages)
-        text = assistant_text(answer["content"], answer.get("tool_calls"))
-        messages = [*messages, answer, {"role": "user", "content": "And?"}]
-        expected = [*before, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        assert prompt_ids(tokenizer, messages)[: len(expected)] == expected
 
 
 @pytest.mark.slow
