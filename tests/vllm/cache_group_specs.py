@@ -5,43 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from sojourn_server.simulator import simulated_engine
+from sojourn_server.vllm import compat
+from vllm.v1 import kv_cache_interface
+
 BLOCK = 16
 WINDOW = 64
 
 
-def window_spec() -> Any:
-    """Layers whose tokens attend to the last ``WINDOW`` tokens."""
-    import torch
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+def attention_spec(kind: str, block_size: int = BLOCK, **fields: Any) -> Any:
+    """A KV cache group of one of vLLM's kinds."""
+    shape: dict[str, Any] = {"num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
+    return getattr(kv_cache_interface, kind)(block_size=block_size, **{**shape, **fields})
 
-    return SlidingWindowSpec(
-        block_size=BLOCK, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, sliding_window=WINDOW
-    )
+
+def window_spec(block_size: int = BLOCK, window: int = WINDOW) -> Any:
+    """Layers whose tokens attend to the last ``window`` tokens."""
+    return attention_spec("SlidingWindowSpec", block_size, sliding_window=window)
 
 
 def state_spec() -> Any:
     """Layers with a state, of as many bytes as a block of the group with full attention."""
-    import torch
-    from vllm.v1.kv_cache_interface import MambaSpec
-
     shape = (BLOCK, 2 * 8 * 128)
-    return MambaSpec(block_size=BLOCK, shapes=(shape,), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+    return kv_cache_interface.MambaSpec(
+        block_size=BLOCK, shapes=(shape,), dtypes=(torch.bfloat16,), mamba_cache_mode="align"
+    )
 
 
 def chunk_spec() -> Any:
     """Layers whose tokens attend to their chunk of ``WINDOW`` tokens."""
-    import torch
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
-
-    return ChunkedLocalAttentionSpec(
-        block_size=BLOCK, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, attention_chunk_size=WINDOW
-    )
+    return attention_spec("ChunkedLocalAttentionSpec", attention_chunk_size=WINDOW)
 
 
 def serve_alone(monkeypatch: Any, spec: Callable[[], Any]) -> None:
     """Give simulated engines a group of this kind in place of the one with full attention."""
-    from sojourn_server.simulator import simulated_engine
-    from sojourn_server.vllm import compat
 
     class Alone:
         FullAttentionSpec = staticmethod(lambda **fields: spec())

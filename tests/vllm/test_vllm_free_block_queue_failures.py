@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sojourn_server.vllm.free_block_queue import Bucket, EvictionOrder
 
 BLOCKS = 60
 SIX = [f"P{number}" for number in range(6)]
@@ -75,8 +76,6 @@ SABOTAGES = [
 
 @pytest.mark.parametrize("is_rescored", [False, True])
 def test_a_score_that_does_not_compare_is_named(is_rescored: bool) -> None:
-    from sojourn_server.vllm.free_block_queue import Bucket, EvictionOrder
-
     score = 1.0 if is_rescored else math.nan
     order = EvictionOrder(SimpleNamespace(standing=lambda *_: (2.5,), score=lambda _: (score,)))
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from cache_group_specs import BLOCK, MORE_GROUPS, WINDOW, serve_alone, state_spec, window_spec
+from sojourn_server.simulator import simulated_engine
+from sojourn_server.vllm.kv_cache_groups import KVCacheGroups, UnsupportedModel
 from turns import last_turn, prompt, tool
 
 
@@ -57,8 +59,6 @@ def test_a_lease_keeps_what_the_next_turn_needs_of_a_group_without_full_attentio
     make_engine, monkeypatch, alone
 ):
     """Some models have windows in all layers, others states in all layers."""
-    from sojourn_server.simulator import simulated_engine
-
     serve_alone(monkeypatch, alone)
     configure = simulated_engine._engine_vllm_config
 
@@ -193,8 +193,6 @@ def test_what_follows_a_block_that_was_not_filled_is_forgotten(make_engine):
 
 @pytest.mark.parametrize("refused", ["no KV cache", "several block pools"])
 def test_a_model_without_one_block_pool_is_refused(make_engine, refused):
-    from sojourn_server.vllm.kv_cache_groups import KVCacheGroups, UnsupportedModel
-
     scheduler = make_engine(None, other_groups=(window_spec(),)).scheduler
     coordinator = scheduler.kv_cache_manager.coordinator
     if refused == "no KV cache":

@@ -11,7 +11,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import transformers
 from sojourn_server.vllm.kv_connector_settings import model_identity
+from transformers import Llama4Config, LlamaConfig
+from vllm.config import ModelConfig
 
 COMMIT = "1" * 40
 
@@ -57,8 +60,6 @@ def identity(
 @pytest.mark.parametrize("kind", ["Phi3Config", "Llama4Config"])
 def test_the_maximum_length_changes_the_kv_of_some_models(folder: Path, kind: str) -> None:
     """LongRoPE rotates keys by it, and Llama 4 scales attention by it."""
-    import transformers
-
     config = transformers.Llama4Config()
     if kind == "Phi3Config":
         config = transformers.Phi3Config(
@@ -73,7 +74,6 @@ def test_the_maximum_length_changes_the_kv_of_some_models(folder: Path, kind: st
 
 def test_a_maximum_length_that_vllm_lowers_is_the_one_that_the_model_was_built_with(folder: Path) -> None:
     """With ``--max-model-len auto``, vLLM lowers ``max_model_len`` after it has loaded the model."""
-    from transformers import Llama4Config
 
     def at(length: int, original: int | None) -> str:
         derived = {-1: 1 << 20, None: 1 << 20}
@@ -89,9 +89,6 @@ def test_a_maximum_length_that_vllm_lowers_is_the_one_that_the_model_was_built_w
 
 
 def test_the_derived_maximum_length_is_vllms(tmp_path: Path) -> None:
-    from transformers import LlamaConfig
-    from vllm.config import ModelConfig
-
     LlamaConfig(
         architectures=["LlamaForCausalLM"], hidden_size=16, num_attention_heads=2, num_hidden_layers=1,
         intermediate_size=16, vocab_size=32, max_position_embeddings=1000,

@@ -8,47 +8,23 @@ from typing import Any
 import msgspec
 import pytest
 from cache_group_specs import WINDOW, chunk_spec, serve_alone, window_spec
+from sojourn_server.core.events_and_actions import AdmissionRequested
+from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
 from sojourn_server.metrics.live_frame import ProgramRow
+from sojourn_server.simulator import simulated_engine, tier_transfers
+from sojourn_server.vllm import kv_offload_connector
+from sojourn_server.vllm.kv_connector import StepReport
+from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings
+from sojourn_server.vllm.kv_offload_connector import PAUSE_WAIT_S, SojournConnector
+from sojourn_server.vllm.plugin_settings import SettingsError
+from turns import arrive, prompt
+from turns import turn_with_copies as turn
+from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.outputs import KVConnectorOutput
 
 BLOCK_TOKENS = 16
-
-
-def prompt(start: int, tokens: int) -> list[int]:
-    return list(range(start * 10_000, start * 10_000 + tokens))
-
-
-def turn(engine: Any, request_id: str, tokens: list[int], program: str | None) -> list[Any]:
-    """Runs the request to its end and carries out all stores. Returns the orders of its steps."""
-    from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
-    from sojourn_server.vllm.kv_connector import StepReport
-    from vllm.v1.outputs import KVConnectorOutput
-
-    engine.add(request_id, tokens, program_id=program, max_tokens=2)
-    orders = []
-    while engine.scheduler.has_unfinished_requests() or planner(engine).under_way:
-        planned = engine.plan()
-        orders.append(planned.kv_connector_metadata.jobs)
-        results = OffloadResults(stored=dict.fromkeys(orders[-1].stores, CopyResult.MOVED))
-        report = KVConnectorOutput(
-            kv_connector_worker_meta=StepReport(results), finished_recving=set(orders[-1].loads)
-        )
-        engine.update_from_output(planned, report)
-    return orders
-
-
-def arrive(engine: Any, planned: Any, *request_ids: str, without: set[int] = frozenset()) -> None:
-    """The end of a step, of its stores, and of these requests' loads."""
-    from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
-    from sojourn_server.vllm.kv_connector import StepReport
-    from vllm.v1.outputs import KVConnectorOutput
-
-    stores = planned.kv_connector_metadata.jobs.stores
-    report = KVConnectorOutput(
-        kv_connector_worker_meta=StepReport(OffloadResults(stored=dict.fromkeys(stores, CopyResult.MOVED))),
-        finished_recving={*request_ids},
-        invalid_block_ids={*without},
-    )
-    engine.update_from_output(planned, report)
 
 
 def nothing_is_left(engine: Any) -> bool:
@@ -165,8 +141,6 @@ def test_an_engine_tells_what_is_off_without_our_host_memory(
     make_engine: Any, caplog: pytest.LogCaptureFixture, policy: str, connector: str | None
 ) -> None:
     """At its start, and in its capabilities. A policy that places programs does not start there."""
-    from sojourn_server.vllm.plugin_settings import SettingsError
-
     shape = {"blocks": 41, "max_model_len": 640}
     if connector is not None:
         shape |= {"host_blocks": 60, "own_tiers": connector == "SojournConnector"}
@@ -285,8 +259,6 @@ def test_a_running_request_takes_the_blocks_of_one_that_loads(
 
 def test_admission_knows_of_requests_that_load(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing runs while the first of two returning programs loads; the second is not let in as if alone."""
-    from sojourn_server.core.events_and_actions import AdmissionRequested
-
     engine = make_engine("continuum", own_tiers=True, blocks=41, host_blocks=80, max_model_len=640)
     for number, name in enumerate(("A", "B", "C"), 1):
         turn(engine, f"{name}1", prompt(number, 400), name)
@@ -312,8 +284,6 @@ def test_what_a_foreign_connector_loads_counts_as_host_tokens(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch, loads_async: bool, arrived: int
 ) -> None:
     """``arrived``: of the 20 blocks behind the 10 on the device."""
-    from vllm.v1.outputs import KVConnectorOutput
-
     engine = make_engine("continuum", blocks=41, host_blocks=60, max_model_len=640)
     connector, scheduler = engine.scheduler.connector, engine.scheduler
     scheduler.recompute_kv_load_failures = True
@@ -348,11 +318,6 @@ HOOKS = ["lookup", "load", "take_jobs", "end_loads", "take_results", "abandon", 
 def test_a_hook_that_fails_is_not_the_engines_failure(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch, hook: str
 ) -> None:
-    from sojourn_server.kv_offload.offload_jobs import OffloadResults
-    from sojourn_server.vllm.kv_connector import StepReport
-    from vllm.v1.core.sched.interface import PauseState
-    from vllm.v1.outputs import KVConnectorOutput
-
     engine = make_engine(
         "continuum", settings={"strict": False}, blocks=41, host_blocks=60, own_tiers=True, max_model_len=640
     )
@@ -389,11 +354,6 @@ def test_a_hook_that_fails_is_not_the_engines_failure(
 
 def test_a_paused_engine_goes_on_until_its_copies_have_ended(engine: Any) -> None:
     """vLLM unmaps the device's KV when a paused engine has no work, as for /sleep."""
-    from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
-    from sojourn_server.vllm.kv_connector import StepReport
-    from vllm.v1.core.sched.interface import PauseState
-    from vllm.v1.outputs import KVConnectorOutput
-
     turn(engine, "a1", prompt(1, 480), "A")
     scheduler = engine.scheduler
     connector, below = scheduler.connector, planner(engine)
@@ -421,10 +381,6 @@ def warnings(engine: Any) -> list[str]:
 
 
 def test_a_pause_completes_if_a_copy_does_not_end(engine: Any, clock: Any, warnings: list[str]) -> None:
-    from sojourn_server.vllm.kv_offload_connector import PAUSE_WAIT_S
-    from vllm.v1.core.sched.interface import PauseState
-    from vllm.v1.outputs import KVConnectorOutput
-
     turn(engine, "a1", prompt(1, 480), "A")
     scheduler = engine.scheduler
     assert planner(engine).store([(b"k" * 32, 1)]) == 1
@@ -459,9 +415,6 @@ def test_a_pause_completes_if_a_copy_does_not_end(engine: Any, clock: Any, warni
     ],
 )
 def test_wrong_settings_are_named(engine: Any, monkeypatch: Any, extra: dict[str, Any], said: str) -> None:
-    from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings
-    from sojourn_server.vllm.plugin_settings import SettingsError
-
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     scheduler = engine.scheduler
     monkeypatch.setattr(scheduler.vllm_config.kv_transfer_config, "kv_connector_extra_config", extra)
@@ -485,9 +438,6 @@ def test_wrong_settings_are_named(engine: Any, monkeypatch: Any, extra: dict[str
 def test_vllm_is_asked_for_the_layout_of_the_settings_where_layers_are_alike(
     engine: Any, monkeypatch: Any, extra: dict[str, Any], model: dict[str, Any], draft: Any, asked: str | None
 ) -> None:
-    from sojourn_server.vllm.kv_offload_connector import SojournConnector
-    from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
-
     transfer = engine.scheduler.vllm_config.kv_transfer_config
     assert transfer.kv_connector == SojournConnector.__name__
     monkeypatch.setattr(transfer, "kv_connector_extra_config", {"host_bytes": 1, **extra})
@@ -505,7 +455,6 @@ def test_vllm_is_asked_for_the_layout_of_the_settings_where_layers_are_alike(
 @pytest.fixture
 def make_auto_engine(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes an engine whose host memory is ``auto``, at most ``most`` blocks."""
-    from sojourn_server.simulator import simulated_engine, tier_transfers
 
     def make(policy: str, *, most: int, **options: Any) -> Any:
         def config(options: Any, page_bytes: int) -> Any:
@@ -538,8 +487,6 @@ def test_auto_is_four_times_the_device_or_what_is_free(
 def test_an_engine_without_host_memory_starts_under_auto_and_says_why(
     make_auto_engine: Any, why: str
 ) -> None:
-    from sojourn_server.vllm.plugin_settings import SettingsError
-
     shape: dict[str, Any] = {"most": 100, "other_groups": (chunk_spec(),)}
     said = "this model has 2 groups of KV caches"
     if why == "too little memory":
@@ -558,10 +505,6 @@ def test_an_engine_without_host_memory_starts_under_auto_and_says_why(
 def test_a_worker_without_host_memory_turns_it_off_in_the_next_step(
     make_auto_engine: Any, monkeypatch: pytest.MonkeyPatch, broken: bool
 ) -> None:
-    from sojourn_server.vllm import kv_offload_connector
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    from vllm.v1.outputs import KVConnectorOutput
-
     def cannot_pin(*args: Any) -> Any:
         raise RuntimeError("CUDA cannot pin 1 GiB")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from sojourn.ids import ProgramId
-from turns import end, last_turn, prompt
+from turns import arrive, end, last_turn, prompt, turn_with_copies
 
 A = ProgramId("A")
 CONTEXT_TOKENS = 240
@@ -35,28 +35,12 @@ class Ahead:
         assert self.first < len(self.keys)
         engine.tell(end("B"))
 
-    def turn(self, request_id: str, tokens: list[int], program: str | None, max_tokens: int = 2) -> Any:
+    def turn(self, request_id: str, tokens: list[int], program: str | None) -> Any:
         """Run a request to its end. Returns the jobs of its first step."""
-        self.engine.add(request_id, tokens, program_id=program, max_tokens=max_tokens)
-        first = None
-        while self.engine.scheduler.has_unfinished_requests() or self.planner.under_way:
-            planned = self.engine.plan()
-            first = first or planned.kv_connector_metadata.jobs
-            self.arrive(planned, *planned.kv_connector_metadata.jobs.loads)
-        return first
+        return turn_with_copies(self.engine, request_id, tokens, program)[0]
 
-    def arrive(self, planned: Any, *names: str, without: set[int] = frozenset()) -> None:
-        from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
-        from sojourn_server.vllm.kv_connector import StepReport
-        from vllm.v1.outputs import KVConnectorOutput
-
-        stored = dict.fromkeys(planned.kv_connector_metadata.jobs.stores, CopyResult.MOVED)
-        report = KVConnectorOutput(
-            kv_connector_worker_meta=StepReport(OffloadResults(stored=stored)),
-            finished_recving={*names},
-            invalid_block_ids={*without},
-        )
-        self.engine.update_from_output(planned, report)
+    def arrive(self, planned: Any, *loads: str, without: set[int] = frozenset()) -> None:
+        arrive(self.engine, planned, *loads, without=without)
 
     def begin(self, *, keep_s: float = 30.0) -> tuple[Any, str]:
         """Begin to load A's context. Returns the planned step and the load's name."""

@@ -11,11 +11,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from sojourn_server.kv_offload.offload_jobs import OffloadResults
-from sojourn_server.kv_transfer.transfer_jobs import TransferResults
+from sojourn_server.kv_transfer.transfer_jobs import AbortJob, PushJob, SaveJob, TransferJobs, TransferResults
 from sojourn_server.vllm.kv_connector import MatchedTokens, StepOrders, StepReport
 from sojourn_server.vllm.kv_transfer_connector import PathsConnector
 from sojourn_server.vllm.pair_connector import PairConnector, copy_wait_s
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
 
@@ -57,8 +59,6 @@ def test_an_error_of_ours_ends_nothing(engine: Any, monkeypatch: pytest.MonkeyPa
 
 def test_a_worker_without_caches_does_nothing(engine: Any) -> None:
     scheduler_half = engine.scheduler.connector
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
     worker = PathsConnector(
         scheduler_half._vllm_config, KVConnectorRole.WORKER, scheduler_half._kv_cache_config
     )
@@ -73,8 +73,6 @@ def test_a_worker_without_caches_does_nothing(engine: Any) -> None:
 
 
 def test_a_cancelled_load_hides_no_block_that_a_transfer_did_not_fill(make_paths_engine: Any) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
     engine = make_paths_engine("sojourn", None, 60, blocks=65, max_model_len=1024)
     scheduler = engine.scheduler
     worker = PairConnector(scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config)
@@ -171,10 +169,6 @@ def test_a_reset_before_a_measurement_can_leave_the_store_in_use(engine: Any) ->
 
 
 def test_told_to_stop_the_worker_ends_its_traffic_and_tells_of_no_paths(engine: Any, tmp_path: Path) -> None:
-    import torch
-    from sojourn_server.kv_transfer.transfer_jobs import AbortJob, PushJob, SaveJob, TransferJobs
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
     half = engine.scheduler.connector
     worker = PathsConnector(half._vllm_config, KVConnectorRole.WORKER, half._kv_cache_config)
     rows = worker.settings.identity.block_bytes // worker.settings.per_full

@@ -10,9 +10,23 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from sojourn_server.kv_offload.shared_store import SharedStore
+import torch
+from cache_group_specs import attention_spec, chunk_spec, state_spec, window_spec
+from huggingface_hub import constants
+from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend
+from sojourn_server.kv_offload.kv_pages import block_layout
+from sojourn_server.kv_offload.shared_store import IncompatibleStore, SharedStore
+from sojourn_server.simulator.simulated_engine import SimulatedEngineOptions, _engine_vllm_config
 from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings, KVTransferSettings
+from sojourn_server.vllm.kv_offload_connector import SojournConnector
 from sojourn_server.vllm.plugin_settings import SettingsError
+from vllm.config import KVTransferConfig
+from vllm.config.lora import LoRAConfig
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
 
 FULL_BYTES = 4 * 16 * 2 * 8 * 128 * 2
 """Four engine blocks of 16 tokens, one layer, in bfloat16."""
@@ -51,17 +65,9 @@ def read(
     **transfer: Any,
 ) -> Any:
     """As vLLM's scheduler makes the connector's settings; without a model there are no tensors."""
-    import torch
-    from sojourn_server.simulator.simulated_engine import SimulatedEngineOptions, _engine_vllm_config
-    from vllm.config import KVTransferConfig
-    from vllm.config.lora import LoRAConfig
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
     if spec is not None:
         block_size = spec.block_size
-    spec = spec or FullAttentionSpec(
-        block_size=block_size, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
-    )
+    spec = spec or attention_spec("FullAttentionSpec", block_size)
     config = _engine_vllm_config(SimulatedEngineOptions(block_size=block_size), spec.page_size_bytes)
     if max_model_len is not None:
         config.model_config.max_model_len = max_model_len
@@ -95,7 +101,7 @@ def test_what_is_said_is_worked_out(tmp_path: Path) -> None:
     assert (settings.options.role, settings.options.node) == (None, socket.gethostname())
     assert (settings.longest_blocks, settings.needed_buffer_bytes) == (11, 11 * FULL_BYTES)
     assert read(good(tmp_path), max_model_len=10 * 64).needed_buffer_bytes == 0
-    latent = spec_of("MLAAttentionSpec", num_kv_heads=1)
+    latent = attention_spec("MLAAttentionSpec", num_kv_heads=1)
     settings = read(good(tmp_path, role="decode", node="n7"), spec=latent)
     assert (settings.options.role, settings.options.node, settings.per_full) == ("decode", "n7", 4)
 
@@ -128,8 +134,6 @@ def test_each_of_several_workers_has_its_part(tmp_path: Path) -> None:
 def test_nodes_with_other_snapshots_of_a_model_have_kv_of_another_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from huggingface_hub import constants
-
     found = []
     for node, commit in (("a", "1" * 40), ("b", "2" * 40)):
         folder = tmp_path / node / "models--org--name"
@@ -174,13 +178,6 @@ def test_what_is_wrong_is_named_with_what_was_expected(
 
 
 def test_host_memory_supports_windows_beside_full_attention_and_nothing_else(tmp_path: Path) -> None:
-    import torch
-    from cache_group_specs import state_spec, window_spec
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
-
-    chunk = ChunkedLocalAttentionSpec(
-        block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, attention_chunk_size=64
-    )
     host = {"host_bytes": 1 << 20}
     disk = {**host, "disk": str(tmp_path), "disk_bytes": 1 << 20}
     kind = {"settings": KVOffloadSettings, "kv_connector": "SojournConnector"}
@@ -193,7 +190,7 @@ def test_host_memory_supports_windows_beside_full_attention_and_nothing_else(tmp
             r"\(FullAttentionSpec, SlidingWindowSpec\).*a disk, pairs and pipeline parallel support one",
         ),
         (host, (window_spec(),), window_spec(), "full attention beside sliding windows"),
-        (host, (chunk,), None, r"ChunkedLocalAttentionSpec.*--disable-hybrid-kv-cache-manager"),
+        (host, (chunk_spec(),), None, r"ChunkedLocalAttentionSpec.*--disable-hybrid-kv-cache-manager"),
         (host, (state_spec(),), None, "clears this model's KV blocks"),
     ):
         with pytest.raises(SettingsError, match=what):
@@ -202,9 +199,6 @@ def test_host_memory_supports_windows_beside_full_attention_and_nothing_else(tmp
 
 def test_groups_share_the_bytes_of_a_block() -> None:
     """vLLM gives each group an entry with the size of the one allocation in which all groups lie."""
-    from cache_group_specs import window_spec
-    from vllm.v1.kv_cache_interface import KVCacheTensor
-
     block_bytes = 3 * 65_536
     tensors = tuple(
         KVCacheTensor(size=64 * block_bytes, layers=[f"layer{at}"], layer_stride=0, block_stride=0)
@@ -224,14 +218,6 @@ def test_hashes_must_be_the_same_in_every_process(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("PYTHONHASHSEED")
     with pytest.raises(SettingsError, match="PYTHONHASHSEED"):
         read(good(tmp_path))
-
-
-def spec_of(kind: str, block_size: int = 16, **changed: Any) -> Any:
-    import torch
-    from vllm.v1 import kv_cache_interface as kinds
-
-    fields: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 8, "head_size": 128, **changed}
-    return getattr(kinds, kind)(dtype=torch.bfloat16, **fields)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +244,7 @@ def spec_of(kind: str, block_size: int = 16, **changed: Any) -> Any:
 def test_engines_that_cannot_be_served_are_refused(
     tmp_path: Path, changed: dict[str, Any], shape: dict[str, Any], what: str
 ) -> None:
-    spec = {"spec": spec_of(shape["spec"][0], **shape["spec"][1])} if "spec" in shape else {}
+    spec = {"spec": attention_spec(shape["spec"][0], **shape["spec"][1])} if "spec" in shape else {}
     with pytest.raises(SettingsError, match=what):
         read(good(tmp_path, **changed), **{**shape, **spec})
 
@@ -275,8 +261,6 @@ def test_adapters_are_refused_where_kv_is_shared_or_outlives_the_engine(tmp_path
 
 def test_the_order_of_bytes_in_a_block_is_part_of_the_identity_on_a_device() -> None:
     """Attention backends differ in it. How many blocks there are, and where, does not matter."""
-    import torch
-    from sojourn_server.kv_offload.kv_pages import block_layout
 
     def layout(cache: Any, blocks: int) -> str:
         return block_layout({"l0": cache, "l1": cache}, blocks)
@@ -292,7 +276,6 @@ def test_the_order_of_bytes_in_a_block_is_part_of_the_identity_on_a_device() -> 
 
 def on_cuda(cache: Any) -> Any:
     """The same memory, as a tensor that calls its device CUDA."""
-    import torch
 
     class CudaTensor(torch.Tensor):
         device = property(lambda self: torch.device("cuda"))
@@ -304,11 +287,6 @@ def test_an_engine_with_another_order_of_bytes_in_a_block_does_not_read_its_disk
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On CUDA an engine may be started again with another attention backend."""
-    import torch
-    from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend
-    from sojourn_server.kv_offload.shared_store import IncompatibleStore
-    from sojourn_server.vllm.kv_offload_connector import SojournConnector
-
     by_token = torch.zeros(64, 2, 16, 8, 128, dtype=torch.bfloat16)
     by_head = torch.zeros(64, 2, 8, 16, 128, dtype=torch.bfloat16).transpose(2, 3)
     block_bytes = by_token[0].nbytes

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 from sojourn_server.metrics.turn_explanation import explain
+from sojourn_server.programs.statements import PLAN, StepsLeft
+from sojourn_server.simulator import simulated_engine
+from sojourn_server.vllm import scheduler_adapter
 from turns import add_request, end, last_turn, prompt, tool
 
 
@@ -82,8 +85,6 @@ def test_a_stop_string_ends_a_turn_as_an_end_token_does(make_engine, clock, asyn
 
 
 def test_an_output_that_writes_a_to_do_list_states_the_turns_left(make_engine, clock):
-    from sojourn_server.programs.statements import PLAN, StepsLeft
-
     todos = '[{"content": "a", "status": "completed"}, {"content": "b", "status": "pending"}]'
     written = f'<tool_call>{{"name": "TodoWrite", "arguments": {{"todos": {todos}}}}}</tool_call>'
     engine = make_engine("sojourn", blocks=65)
@@ -105,8 +106,6 @@ def test_an_output_that_writes_a_to_do_list_states_the_turns_left(make_engine, c
 @pytest.fixture
 def warnings(monkeypatch):
     """The scheduler adapter's warnings, whatever the process's logging is."""
-    from sojourn_server.vllm import scheduler_adapter
-
     texts = []
     monkeypatch.setattr(scheduler_adapter.logger, "warning", lambda text, *args: texts.append(text % args))
     return texts
@@ -114,8 +113,6 @@ def warnings(monkeypatch):
 
 def test_a_warning_says_that_vllm_caches_no_prefixes(make_engine, monkeypatch, warnings):
     """It turns prefix caching off for some models, whatever was asked for. A lease then keeps nothing."""
-    from sojourn_server.simulator import simulated_engine
-
     make_engine()
     assert not warnings
     configure = simulated_engine._engine_vllm_config

@@ -8,14 +8,26 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.launch.kv_options import CACHE_POLICY, VLLM_CONNECTOR
 from sojourn_server.policies.preset import load_preset
+from sojourn_server.simulator import vllm_offload_transfers
 from sojourn_server.vllm import offload_cache_policy
+from sojourn_server.vllm.cpu_offload_worker import CpuOffloadWorker
 from sojourn_server.vllm.plugin_settings import missing_tiers
 from sojourn_server.vllm.program_offload_connector import ProgramOffloadingManager
-from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    ReqContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 CHUNKS = 6
@@ -393,17 +405,6 @@ def test_a_request_without_room_stores_nothing_more() -> None:
 
 def test_the_worker_copies_parts_of_chunks_and_reports_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three groups, two of which share a tensor, and chunks of three blocks: what is loaded was stored."""
-    import numpy as np
-    import torch
-    from sojourn_server.vllm.cpu_offload_worker import CpuOffloadWorker
-    from vllm.v1.kv_offload.base import (
-        CanonicalKVCacheRef,
-        CanonicalKVCaches,
-        CanonicalKVCacheTensor,
-        GPULoadStoreSpec,
-    )
-    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-
     tensors = [torch.randint(-128, 127, (20, page), dtype=torch.int8) for page in (8, 6)]
     refs = [[CanonicalKVCacheRef(0, 8)], [CanonicalKVCacheRef(0, 5)], [CanonicalKVCacheRef(1, 6)]]
     caches = CanonicalKVCaches([CanonicalKVCacheTensor(each, each.shape[1]) for each in tensors], refs)
@@ -448,8 +449,6 @@ def test_the_worker_copies_parts_of_chunks_and_reports_what_failed(monkeypatch: 
 @pytest.fixture
 def engine(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Beside vLLM's connector as ``sojourn serve`` sets it up; the simulator's baselines keep LRU."""
-    from sojourn_server.simulator import vllm_offload_transfers
-
     make = vllm_offload_transfers.vllm_offload_transfer_config
 
     def with_policy(*args: int) -> Any:

@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 from sojourn_server.api.engine_rpc import StockEngineError
 from sojourn_server.vllm import kv_transfer_connector
 from sojourn_server.vllm.endpoint import VllmEngine
+from sojourn_server.vllm.engine_description import is_one_of_a_pair
 from sojourn_server.vllm.kv_transfer_connector import reachable_address, worker_status
 from sojourn_server.vllm.plugin import _sojourn_call
 
@@ -246,8 +247,6 @@ def test_without_a_network_the_hosts_name_is_told(monkeypatch: pytest.MonkeyPatc
 def test_which_engines_of_other_connectors_are_in_a_pair(
     name: str, role: str, extra: dict[str, Any], in_pair: bool
 ) -> None:
-    from sojourn_server.vllm.engine_description import is_one_of_a_pair
-
     transfer = SimpleNamespace(kv_connector=name, kv_role=role, kv_connector_extra_config=extra)
     scheduler: Any = SimpleNamespace(
         connector=object(), vllm_config=SimpleNamespace(kv_transfer_config=transfer)

@@ -16,6 +16,8 @@ from sojourn_server.policies.prefill_decode.prefill_compute_quota import (
     PrefillComputeQuota,
     StepQuotaUsage,
 )
+from sojourn_server.vllm.plugin_settings import PluginSettings, SettingsError
+from sojourn_server.vllm.prefill_quota import PrefillQuota
 from test_vllm_unchanged_without_hints import SHAPE as SMALL
 from test_vllm_unchanged_without_hints import random_load
 
@@ -283,9 +285,6 @@ def test_a_wrong_quota_is_named_at_start(
 
 
 def test_a_quota_needs_prompts_that_can_be_cut(make: Callable[..., Any]) -> None:
-    from sojourn_server.vllm.plugin_settings import PluginSettings, SettingsError
-    from sojourn_server.vllm.prefill_quota import PrefillQuota
-
     scheduler = make(0.3).scheduler
     settings = PluginSettings.read(scheduler.vllm_config.additional_config)
     scheduler.scheduler_config.enable_chunked_prefill = False

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sojourn_server.core.request_table import QueuePlace, QueueState
+from sojourn_server.vllm.waiting_queue import PolicyRequestQueue
 from turns import prompt, waiting
 
 
@@ -97,8 +99,6 @@ class Waiting:
 
 def make_queue() -> Any:
     """Return a queue of ``Waiting``, of which every third is gated and none admitted."""
-    from sojourn_server.core.request_table import QueuePlace, QueueState
-    from sojourn_server.vllm.waiting_queue import PolicyRequestQueue
 
     def place(request: Waiting) -> QueuePlace:
         return QueuePlace((request.key,), QueueState.OPEN if request.key % 3 else QueueState.GATED)

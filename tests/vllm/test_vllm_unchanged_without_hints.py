@@ -6,7 +6,11 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import vllm
 from cache_group_specs import MORE_GROUPS
+from sojourn_server.vllm.compat import UnsupportedEngine
+from sojourn_server.vllm.kv_cache_groups import UnsupportedModel
+from sojourn_server.vllm.scheduler import make_scheduler
 
 SHAPE = {"blocks": 65, "max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 1024}
 
@@ -155,10 +159,6 @@ def test_a_failure_of_ours_is_not_the_engines(make_engine, monkeypatch):
 
 
 def test_an_untested_vllm_is_refused_with_the_list(monkeypatch):
-    import vllm
-    from sojourn_server.vllm.compat import UnsupportedEngine
-    from sojourn_server.vllm.scheduler import make_scheduler
-
     monkeypatch.setattr(vllm, "__version__", "9.99.0")
     with pytest.raises(UnsupportedEngine, match=r"9\.99\.0"):
         make_scheduler(vllm_config=None)
@@ -166,9 +166,6 @@ def test_an_untested_vllm_is_refused_with_the_list(monkeypatch):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_diffusion_model_is_refused_because_it_needs_vllms_scheduler(asynchronous):
-    from sojourn_server.vllm.kv_cache_groups import UnsupportedModel
-    from sojourn_server.vllm.scheduler import make_scheduler
-
     config = SimpleNamespace(
         diffusion_config=object(), scheduler_config=SimpleNamespace(async_scheduling=asynchronous)
     )

@@ -6,6 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
+from sojourn_server.simulator.simulated_engine import STOP_TOKEN
+from sojourn_server.vllm.kv_connector import StepReport
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
 
 def prompt(start: int, tokens: int) -> list[int]:
     """Tokens that no prompt of another ``start`` has."""
@@ -57,15 +64,37 @@ def add_request(
 ) -> Any:
     """Add a request with fields that ``engine.add`` does not know. ``hints``: its ``agentic_context``;
     ``params``: its ``kv_transfer_params``."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
-
     extra = {"agentic_context": json.dumps(hints)} if hints is not None else {}
     extra |= {"kv_transfer_params": params} if params is not None else {}
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+    sampling = SamplingParams(
+        max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[STOP_TOKEN], extra_args=extra
+    )
     fields = {"pooling_params": None, "block_hasher": engine.hash_blocks, **fields}
     request = Request(request_id, list(tokens), sampling, **fields)
     if aborts:
         request.abort_immediately = True  # not every release has it
     engine.scheduler.add_request(request)
     return request
+
+
+def arrive(engine: Any, planned: Any, *loads: str, without: set[int] = frozenset()) -> None:
+    """End a step with our host memory: all of its stores have ended, and these loads, but for blocks
+    ``without`` content."""
+    stores = planned.kv_connector_metadata.jobs.stores
+    report = KVConnectorOutput(
+        kv_connector_worker_meta=StepReport(OffloadResults(stored=dict.fromkeys(stores, CopyResult.MOVED))),
+        finished_recving={*loads},
+        invalid_block_ids={*without},
+    )
+    engine.update_from_output(planned, report)
+
+
+def turn_with_copies(engine: Any, request_id: str, tokens: list[int], program: str | None) -> list[Any]:
+    """Run a request to its end, and all copies. Returns the jobs of its steps."""
+    engine.add(request_id, tokens, program_id=program, max_tokens=2)
+    jobs = []
+    while engine.scheduler.has_unfinished_requests() or engine.scheduler.connector.planner.under_way:
+        planned = engine.plan()
+        jobs.append(planned.kv_connector_metadata.jobs)
+        arrive(engine, planned, *jobs[-1].loads)
+    return jobs
