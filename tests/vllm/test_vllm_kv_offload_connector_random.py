@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cache_group_specs import window_spec
+from planned_steps import Step, StepQueue, Work
+from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
+from sojourn_server.vllm.kv_connector import StepReport
 
 BLOCK = 4
 """Tokens: small, so that many a victim's last block has just been completed by plan, and not by a step."""
@@ -44,85 +46,44 @@ def hash_at(request: Any, place: tuple[int, int]) -> tuple[int, bytes]:
     return group, request.block_hashes[at]
 
 
-@dataclass
-class Work:
-    """What a step does for one request, as it was planned."""
-
-    request: Any
-    block_ids: tuple[list[int], ...]
-    """By KV cache group."""
-    first: int
-    end: int
-    """Tokens that are computed when it is over."""
-    samples: bool
-
-
-@dataclass
-class Step:
-    planned: Any
-    work: dict[str, Work]
-    loads: list[tuple[Any, tuple[int, int], Any]]
-    """Request, group and place in its context, copy."""
-
-
-class Device:
+class Device(StepQueue):
     """Contents of device blocks and host slots, and the model that fills them.
 
     What is stored ahead is copied as late as it may be: a step after it was ordered, or when it is awaited.
-    What is loaded arrives in the step that orders it or up to ``MOST_LOAD_STEPS`` later. An asynchronous
-    engine plans the next step before this one is carried out, as with a batch queue of two.
+    What is loaded arrives in the step that orders it or up to ``MOST_LOAD_STEPS`` later.
     """
 
     def __init__(self, engine: Any, failing: float = 0.0) -> None:
-        self.engine = engine
-        self.failing = failing
-        """Share of the blocks to be loaded that are not."""
-        self.draw = random.Random(8)
+        super().__init__(engine, failing)
         self.blocks: dict[int, Content] = {}
         self.slots: dict[int, Content] = {}
         self.stores: dict[int, Any] = {}
         self.loads: dict[str, tuple[int, list[tuple[Any, tuple[int, int], Any]]]] = {}
         """By request: the steps until it arrives; request, group and place in its context and copy of each
         block."""
-        self.under_way: deque[Step] = deque()
-        self.counts: Counter[str] = Counter()
-
-    def step(self) -> None:
-        self.under_way.append(self._plan())
-        while len(self.under_way) > self.engine.options.asynchronous:
-            self._carry_out(self.under_way.popleft())
 
     def _plan(self) -> Step:
-        planned = self.engine.plan()
+        step = super()._plan()
         requests = self.engine.scheduler.requests
         ids_of = self.engine.scheduler.kv_cache_manager.get_block_ids
-        work = {}
-        for request_id, tokens in planned.num_scheduled_tokens.items():
-            request = requests[request_id]
-            end = request.num_computed_tokens  # this step's are counted already
-            block_ids = ids_of(request_id)
-            work[request_id] = Work(request, block_ids, end - tokens, end, not request.is_prefill_chunk)
-        loads = [
+        step.loads = [
             (requests[request_id], place_of(copy.block_id, ids_of(request_id)), copy)
-            for request_id, copies in planned.kv_connector_metadata.jobs.loads.items()
+            for request_id, copies in step.jobs.loads.items()
             for copy in copies
             if request_id in requests
         ]
         for name, load in self.engine.scheduler.sojourn._prefetcher._loads.items():
-            copies = planned.kv_connector_metadata.jobs.loads.get(name, ())
+            copies = step.jobs.loads.get(name, ())
             stand_in = SimpleNamespace(request_id=name, block_hashes=load.keys)
             first = len(load.keys) - len(copies)
-            loads += [(stand_in, (0, first + at), copy) for at, copy in enumerate(copies)]
+            step.loads += [(stand_in, (0, first + at), copy) for at, copy in enumerate(copies)]
             self.counts["loaded ahead"] += len(copies)
-        self.counts["preempted"] += len(planned.preempted_req_ids or ())
-        under_way = {name for step in self.under_way for name in step.work}
-        self.counts["preempted in mid-step"] += len(under_way & set(planned.preempted_req_ids or ()))
-        return Step(planned, work, loads)
+        under_way = {name for each in self.under_way for name in each.work}
+        self.counts["preempted in mid-step"] += len(under_way & set(step.planned.preempted_req_ids or ()))
+        return step
 
     def _carry_out(self, step: Step) -> None:
-        from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
-
-        jobs = step.planned.kv_connector_metadata.jobs
+        jobs = step.jobs
         settled = self._arrive(at_once=True) if jobs.settles else (set(), set())
         for job, copies in jobs.awaited.items():
             self.stores.pop(job, None)
@@ -142,26 +103,11 @@ class Device:
             self._copy_to_host(copies)
             self.counts["stored"] += len(copies)
         results = OffloadResults(stored=dict.fromkeys(before, CopyResult.MOVED))
-        self._answer(step, results, arrived, not_filled)
-
-    def _answer(self, step: Step, results: Any, arrived: set[str], not_filled: set[int]) -> None:
-        from sojourn_server.vllm.kv_connector import StepReport
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
-        self.engine.scheduler.update_from_output(
-            step.planned,
-            ModelRunnerOutput(
-                req_ids=list(step.work),
-                req_id_to_index={name: index for index, name in enumerate(step.work)},
-                sampled_token_ids=[
-                    [self.engine.tokens(work.request)] if work.samples else [] for work in step.work.values()
-                ],
-                kv_connector_output=KVConnectorOutput(
-                    kv_connector_worker_meta=StepReport(results),
-                    finished_recving=arrived,
-                    invalid_block_ids=not_filled,
-                ),
-            ),
+        self._answer(
+            step,
+            kv_connector_worker_meta=StepReport(results),
+            finished_recving=arrived,
+            invalid_block_ids=not_filled,
         )
 
     def _copy_to_host(self, copies: Any) -> None:
@@ -240,12 +186,7 @@ def test_what_is_loaded_into_windows_was_computed(
     make_engine: Any, clock: Any, policy: str, asynchronous: bool, seed: int
 ) -> None:
     """Two groups of windows beside full attention: a request continues only from what all of them have."""
-    import torch
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
-    window = SlidingWindowSpec(
-        block_size=BLOCK, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, sliding_window=WINDOW
-    )
+    window = window_spec(BLOCK, WINDOW)
     engine = make_engine(
         policy, blocks=90, host_blocks=220, asynchronous=asynchronous, other_groups=(window, window), **SHAPE
     )

@@ -4,13 +4,19 @@ under its key, with steps planned one by one and ahead."""
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from async_scheduling import asynchronous_scheduling
+from planned_steps import Step, StepQueue, Work
+from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
+from sojourn_server.kv_transfer.transfer_jobs import TransferResults
+from sojourn_server.simulator.simulated_engine import STOP_TOKEN
+from sojourn_server.vllm.kv_connector import StepReport
+from turns import add_request
 
 pytest.importorskip("vllm")
 
@@ -26,24 +32,6 @@ Content = tuple[int, ...]
 
 
 @dataclass
-class Work:
-    """What a step does for one request, as it was planned."""
-
-    request: Any
-    block_ids: list[int]
-    first: int
-    end: int
-    samples: bool
-
-
-@dataclass
-class Step:
-    planned: Any
-    jobs: Any
-    work: dict[str, Work]
-
-
-@dataclass
 class Later:
     """Something that ends after some more steps."""
 
@@ -52,48 +40,27 @@ class Later:
     content: Any = None
 
 
-@dataclass
-class Worker:
+class Worker(StepQueue):
     """The worker's half: blocks of the device, the store and the peer, as contents."""
 
-    engine: Any
-    failing: float
-    draw: random.Random = field(default_factory=lambda: random.Random(8))
-    blocks: dict[int, Content] = field(default_factory=dict)
-    store: dict[bytes, Content] = field(default_factory=dict)
-    contexts: dict[str, Content] = field(default_factory=dict)
-    """Context → tokens of the prompt whose KV a peer has sent."""
-    under_way: deque[Step] = field(default_factory=deque)
-    asks: dict[int, list[Content]] = field(default_factory=dict)
-    answers: list[Later] = field(default_factory=list)
-    fills: list[Later] = field(default_factory=list)
-    held: list[Later] = field(default_factory=list)
-    host: dict[int, Content] = field(default_factory=dict)
-    """Slot of host memory → content."""
-    host_loads: list[Later] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def step(self) -> None:
-        self.under_way.append(self._plan())
-        while len(self.under_way) > self.engine.options.asynchronous:
-            self._carry_out(self.under_way.popleft())
-
-    def _plan(self) -> Step:
-        planned = self.engine.plan()
-        manager, work = self.engine.scheduler.kv_cache_manager, {}
-        for name, tokens in planned.num_scheduled_tokens.items():
-            request = self.engine.scheduler.requests[name]
-            end = request.num_computed_tokens  # this step's are counted already
-            (ids,) = manager.get_block_ids(name)
-            work[name] = Work(request, list(ids), end - tokens, end, not request.is_prefill_chunk)
-        self.counts["preempted"] += len(planned.preempted_req_ids or ())
-        return Step(planned, planned.kv_connector_metadata.jobs, work)
+    def __init__(self, engine: Any, failing: float) -> None:
+        super().__init__(engine, failing)
+        self.blocks: dict[int, Content] = {}
+        self.store: dict[bytes, Content] = {}
+        self.contexts: dict[str, Content] = {}
+        """Context → tokens of the prompt whose KV a peer has sent."""
+        self.asks: dict[int, list[Content]] = {}
+        self.answers: list[Later] = []
+        self.fills: list[Later] = []
+        self.held: list[Later] = []
+        self.host: dict[int, Content] = {}
+        """Slot of host memory → content."""
+        self.host_loads: list[Later] = []
+        engine.tokens = lambda request: (
+            STOP_TOKEN if self.draw.random() < STOPS else self.draw.randrange(9, 30_000)
+        )
 
     def _carry_out(self, step: Step) -> None:
-        from sojourn_server.kv_transfer.transfer_jobs import TransferResults
-        from sojourn_server.vllm.kv_connector import StepReport
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
         jobs, results = step.jobs, TransferResults()
         host = getattr(step.planned.kv_connector_metadata, "host", None)
         received, not_loaded = self._move_host(host.jobs) if host is not None else (set(), set())
@@ -125,17 +92,12 @@ class Worker:
         for answer in self._ended(self.answers):
             if answer.name in self.asks:
                 results.ready[answer.name] = len(self.asks[answer.name])
-        self._take_in(
+        self._answer(
             step,
-            ModelRunnerOutput,
-            KVConnectorOutput(
-                finished_sending={each.name for each in self._ended(self.held)},
-                finished_recving=received,
-                invalid_block_ids=not_filled | not_loaded,
-                kv_connector_worker_meta=StepReport(
-                    results, host=None if stored is None else StepReport(stored)
-                ),
-            ),
+            finished_sending={each.name for each in self._ended(self.held)},
+            finished_recving=received,
+            invalid_block_ids=not_filled | not_loaded,
+            kv_connector_worker_meta=StepReport(results, host=None if stored is None else StepReport(stored)),
         )
 
     def _move_host(self, jobs: Any) -> tuple[set[str], set[int]]:
@@ -163,29 +125,10 @@ class Worker:
         return received, not_filled
 
     def _store_host(self, jobs: Any) -> Any:
-        from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
-
         for copies in jobs.stores.values():
             for copy in copies:
                 self.host[copy.slot] = self.blocks.get(copy.block_id, ())
         return OffloadResults(stored=dict.fromkeys(jobs.stores, CopyResult.MOVED))
-
-    def _take_in(self, step: Step, model_output: Any, output: Any) -> None:
-        from sojourn_server.simulator.simulated_engine import STOP_TOKEN
-
-        sampled = []
-        for work in step.work.values():
-            token = STOP_TOKEN if self.draw.random() < STOPS else self.draw.randrange(9, 30_000)
-            sampled.append([token] if work.samples else [])
-        self.engine.scheduler.update_from_output(
-            step.planned,
-            model_output(
-                req_ids=list(step.work),
-                req_id_to_index={name: index for index, name in enumerate(step.work)},
-                sampled_token_ids=sampled,
-                kv_connector_output=output,
-            ),
-        )
 
     def _soon(self) -> int:
         return self.draw.randint(0, MOST_STEPS)
@@ -230,21 +173,22 @@ class Worker:
     def _compute(self, work: Work, bad: set[int]) -> None:
         """Write the blocks; what is attended to has to be there. Tokens are those that are known now: those
         that a step samples are known when the next one is carried out."""
+        (block_ids,) = work.block_ids
         tokens = tuple(work.request.all_token_ids)[: work.end]
         if len(tokens) < work.end:  # its last token has been dropped: its request was preempted by a reset
             return
-        if not bad.isdisjoint(work.block_ids):  # vLLM takes this step back
+        if not bad.isdisjoint(block_ids):  # vLLM takes this step back
             assert not self.engine.options.asynchronous, "the next step has been planned already"
-            for block in work.block_ids[work.first // BLOCK : -(-work.end // BLOCK)]:
+            for block in block_ids[work.first // BLOCK : -(-work.end // BLOCK)]:
                 self.blocks[block] = ()
             return
         for place in range(work.first // BLOCK + (work.first % BLOCK > 0)):
             known = tokens[: work.first]
-            assert self._has(work.block_ids[place], place, known), "computed from a wrong block"
+            assert self._has(block_ids[place], place, known), "computed from a wrong block"
         for place in range(work.first // BLOCK, -(-work.end // BLOCK)):
             # Of requests that share blocks which were not filled, each may compute them: the same again.
-            if not self._has(work.block_ids[place], place, tokens[: work.end]):
-                self.blocks[work.block_ids[place]] = tokens[: min((place + 1) * BLOCK, work.end)]
+            if not self._has(block_ids[place], place, tokens[: work.end]):
+                self.blocks[block_ids[place]] = tokens[: min((place + 1) * BLOCK, work.end)]
 
     def _has(self, block: int, place: int, tokens: Content) -> bool:
         """Whether a block has, of this place in a context, the KV of those of ``tokens`` that lie in it."""
@@ -279,8 +223,6 @@ class Worker:
         return refused
 
     def key_of(self, tokens: Content) -> bytes:
-        from types import SimpleNamespace
-
         known = SimpleNamespace(block_hashes=[], request_id="", all_token_ids=tokens, num_tokens=len(tokens))
         return bytes(self.engine.hash_blocks(known)[-1])
 
@@ -333,7 +275,8 @@ def test_what_moves_was_computed(
         elif part == "decode" and answers:
             prompt, params = answers.pop(draw.randrange(len(answers)))
         length = draw.choice([1, 1, 60]) if part == "prefill" else 60
-        add(engine, f"r{number}", prompt, length, params, draw.choice("abc") if host_blocks else None)
+        program = draw.choice("abc") if host_blocks else None
+        add_request(engine, f"r{number}", prompt, params=params, max_tokens=length, session_id=program)
         for _ in range(draw.randint(0, 8)):
             clock.now += 0.05
             worker.step()
@@ -360,31 +303,3 @@ def test_what_moves_was_computed(
     assert counts["stored at last"] > 5
     assert counts["not filled"] > 3 or not failing
     assert counts["loaded from host"] > 30 or not host_blocks
-
-
-def add(
-    engine: Any,
-    name: str,
-    prompt: list[int],
-    max_tokens: int,
-    params: dict[str, Any] | None,
-    program_id: str | None,
-) -> None:
-    from sojourn_server.simulator.simulated_engine import STOP_TOKEN
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
-
-    request = Request(
-        request_id=name,
-        prompt_token_ids=prompt,
-        sampling_params=SamplingParams(
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            stop_token_ids=[STOP_TOKEN],
-            extra_args={"kv_transfer_params": params} if params else None,
-        ),
-        session_id=program_id,
-        pooling_params=None,
-        block_hasher=engine.hash_blocks,
-    )
-    engine.scheduler.add_request(request)

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planned_steps import Step
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
+from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
 from sojourn_server.policies.preemption_policies import MOST_PREEMPTIONS
 from sojourn_server.simulator.simulated_engine import DUMMY_TOKEN, STOP_TOKEN
-from test_vllm_kv_offload_connector_random import BLOCK, Device, Step, hash_at, hash_of
+from sojourn_server.vllm.kv_connector import StepReport
+from test_vllm_kv_offload_connector_random import BLOCK, Device, hash_at, hash_of
 
 SHAPE = {
     "blocks": 513,
@@ -84,9 +87,7 @@ class Timed(Device):
         return step
 
     def _carry_out(self, step: Step) -> None:
-        from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
-
-        clock, jobs = self.clock, step.planned.kv_connector_metadata.jobs
+        clock, jobs = self.clock, step.jobs
         results, began = OffloadResults(), clock.now
         if jobs.settles:
             clock.now = max([clock.now, *(loaded_s for loaded_s, _, _ in self.arriving)])
@@ -125,11 +126,9 @@ class Timed(Device):
             results.staged[file.key] = CopyResult.MOVED
         self._fill_arrived()
         arrived, self.filled = self.filled, set()
-        self._answer(step, results, arrived, set())
+        self._answer(step, kv_connector_worker_meta=StepReport(results), finished_recving=arrived)
 
     def _over(self, job: int, results: Any) -> None:
-        from sojourn_server.kv_offload.offload_jobs import CopyResult
-
         copies = self.stores.pop(job)
         del self.ends[job]
         self._moved("to_host", len(copies), results)
