@@ -28,7 +28,6 @@ from .metric_catalog import (
     OTHER_TOOL,
     PATH_OUTCOMES,
     MetricKind,
-    MetricSpec,
     OpenLabel,
 )
 
@@ -36,6 +35,10 @@ _MOST_COUNTED = 512
 """Maximum number of tools beyond the first whose calls are counted; then counting begins anew."""
 GaugeRows = Mapping[str, Iterable[tuple[Mapping[str, str], float]]]
 """Gauge name → its (labels, value) pairs, read from the engine's state when draining."""
+
+
+class _Dropped(Exception):
+    """A measurement does not fit the catalogue. Arguments: value of the label ``reason``, details."""
 
 
 class _Cell:
@@ -118,48 +121,43 @@ class MetricsRecorder:
     def _cell(self, name: str, kind: MetricKind, labels: Mapping[str, str], value: float) -> _Cell | None:
         """Return the cell for these labels; ``None`` for a dropped measurement."""
         at = (name, kind, *labels.items())
-        cell = self._cell_at.get(at)
-        # A gauge may be negative.
-        if not (0 <= value < math.inf or (kind is MetricKind.GAUGE and math.isfinite(value))):
-            self._drop("bad_value", f"{name} is or grew by {value}")
+        try:
+            # A gauge may be negative.
+            if not (0 <= value < math.inf or (kind is MetricKind.GAUGE and math.isfinite(value))):
+                raise _Dropped("bad_value", f"{name} is or grew by {value}")
+            return self._cell_at.get(at) or self._find_cell(at, name, kind, labels)
+        except _Dropped as dropped:
+            reason, detail = dropped.args
+            assert not self.strict, detail
+            self.count(METRICS_DROPPED, reason=reason)
             return None
-        if cell is None:
-            found = self._resolve(name, kind, labels)
-            if found is None:
-                return None
-            spec, values = found
-            cell = self._cells.setdefault((name, *values.values()), _Cell(values, spec.buckets))
-            if values == labels:
-                self._cell_at[at] = cell
-        return cell
 
-    def _resolve(
-        self, name: str, kind: MetricKind, labels: Mapping[str, str]
-    ) -> tuple[MetricSpec, dict[str, str]] | None:
-        """Return the metric and its stored label values, in the catalogue's order; ``None`` for a dropped
-        measurement."""
+    def _find_cell(
+        self, at: tuple[Any, ...], name: str, kind: MetricKind, labels: Mapping[str, str]
+    ) -> _Cell:
+        """Return the cell of the stored label values, which are in the catalogue's order. Raises
+        ``_Dropped``."""
         spec = METRIC_CATALOG.get(name)
         if spec is None or spec.kind is not kind:
-            self._drop("unknown_metric", f"{name} is not a {kind.value} of the catalogue")
-            return None
+            raise _Dropped("unknown_metric", f"{name} is not a {kind.value} of the catalogue")
         if spec.labels.keys() != labels.keys():
-            self._drop("wrong_labels", f"{name} takes {sorted(spec.labels)}, got {sorted(labels)}")
-            return None
+            raise _Dropped("wrong_labels", f"{name} takes {sorted(spec.labels)}, got {sorted(labels)}")
         values: dict[str, str] = {}
         for label, allowed in spec.labels.items():
             value = labels[label]
             if not isinstance(value, str):
-                self._drop("wrong_labels", f"{name}: {label} is {value!r}, expected text")
-                return None
+                raise _Dropped("wrong_labels", f"{name}: {label} is {value!r}, expected text")
             if allowed is OpenLabel.TOOL:
                 value = self._tool_label(value)
             elif allowed is OpenLabel.TEXT:
                 value = printable_label(value)
             elif value not in allowed:
-                self._drop("wrong_labels", f"{name}: {label} is one of {sorted(allowed)}, got {value!r}")
-                return None
+                raise _Dropped("wrong_labels", f"{name}: {label} is {value!r}, not of {sorted(allowed)}")
             values[label] = value
-        return spec, values
+        cell = self._cells.setdefault((name, *values.values()), _Cell(values, spec.buckets))
+        if values == labels:
+            self._cell_at[at] = cell
+        return cell
 
     def _tool_label(self, tool: str) -> str:
         """Return the name of ``tool`` if it is a label value; else ``other``. A name beyond the first must
@@ -172,10 +170,6 @@ class MetricsRecorder:
             if len(self._tools) < FIRST_TOOLS or self._calls[name] >= FREQUENT_CALLS:
                 self._tools.add(name)
         return name if name in self._tools else OTHER_TOOL
-
-    def _drop(self, reason: str, detail: str) -> None:
-        assert not self.strict, detail
-        self.count(METRICS_DROPPED, reason=reason)
 
 
 def printable_label(text: str) -> str:
