@@ -163,24 +163,6 @@ class Engine:
             self.write(block_id, key)
             assert self.planner.plan_save(key, block_id)
 
-    def compute(self, keys: Sequence[bytes]) -> dict[bytes, int]:
-        """Write these keys to the device's first blocks, which stay unchanged. Returns key → block."""
-        for block_id, key in enumerate(keys):
-            self.write(block_id, key)
-        return {key: block_id for block_id, key in enumerate(keys)}
-
-    def persist(self, chain: Sequence[bytes], on_device: Mapping[bytes, int]) -> tuple[int, int]:
-        """Persist a chain as a gateway does, by asking again until no write is pending."""
-        told = (0, 1)
-
-        def done() -> bool:
-            nonlocal told
-            told = self.planner.persist(chain, on_device, self.now)
-            return not told[1]
-
-        self.steps_until(done)
-        return told
-
     def ask(self, keys: Sequence[bytes], request_id: str = "r") -> int | None:
         return self.planner.lookup(request_id, as_context(keys), self.now)
 

@@ -50,11 +50,27 @@ def test_where_all_is_full_something_makes_way_that_is_worth_no_more_and_is_coun
 
 def test_a_lower_rank_goes_first_however_lately_used() -> None:
     host = HostBlockPool(4)
-    filled(host, A, rank=2)
-    filled(host, B, rank=1)
+    filled(host, A, rank=3)
+    filled(host, B, rank=2)
     filled(host, C, rank=0)
-    filled(host, D, rank=1)
+    filled(host, D, rank=2)
     assert order_of_reuse(host) == [C, B, D, A]
+
+
+def test_what_belongs_on_disk_goes_late_until_it_is_there() -> None:
+    cold, idle = 1, 3
+    host = HostBlockPool(4)
+    _, written = filled(host, A, B, rank=cold)
+    filled(host, C, rank=idle)
+    filled(host, D, rank=2)
+    host.set_dirty(written, False)
+    assert [entry.key for entry in host.unwritten.values()] == [A]
+    assert order_of_reuse(host) == [B, D, A, C]
+    host = HostBlockPool(2)
+    (failed, _) = filled(host, A, B, rank=cold)
+    host.set_dirty(failed, False)
+    host.set_rank(failed, cold)
+    assert [*host.unwritten] == [B, A], "what is ordered again is written again"
 
 
 def test_what_a_reuse_would_lose_comes_in_the_order_of_reuse() -> None:

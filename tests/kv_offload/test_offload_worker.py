@@ -20,7 +20,6 @@ from fake_cuda import FakeCuda  # noqa: E402
 from faulty_file_system import FaultyFiles, broken  # noqa: E402
 from kv_blocks import key  # noqa: E402
 from offload_harness import PATIENCE_S, Engine, nothing_is_pinned  # noqa: E402
-from sojourn_server.kv_offload.host_block_pool import RetentionRank  # noqa: E402
 from sojourn_server.kv_offload.offload_jobs import OffloadJobs  # noqa: E402
 from sojourn_server.kv_offload.offload_worker import SEARCH_S, OffloadWorker  # noqa: E402
 from sojourn_server.kv_offload.transfer_thread import TransferThread  # noqa: E402
@@ -254,8 +253,8 @@ def test_after_a_store_that_fails_once_a_step_has_waited_for_it_nothing_is_loade
     engine.lane_is_through("_to_host")
     engine.step()
     assert engine.ask([A]) == 1
+    assert engine.planner.persist([A], {}, engine.now) == (0, 1)
     engine.planner.load("r", [A], [1])
-    engine.planner.write_to_disk([A], RetentionRank.COLD)
     assert engine.step() == {1}
     engine.steps_until(lambda: engine.planner.counts["spill_failed"] == 1)
     assert isinstance(reported[0], Broken)
@@ -297,22 +296,6 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(
     goes_on.set()
     engine.mover._to_disk._thread.join(PATIENCE_S)
     make(tmp_path).load(KEYS[:6])
-
-
-def test_persist_asks_the_store_for_what_it_has_not_just_seen_and_writes_what_another_deleted(
-    tmp_path: Path,
-) -> None:
-    chain = KEYS[:10]
-    a, b = (Engine(tmp_path, blocks=12, slots=20, disk_blocks=12) for _ in range(2))
-    assert a.persist(chain, a.compute(chain)) == (10, 0)
-    a.now += 11.0  # longer than the writes of one move
-    for each in chain[4:7]:
-        next(tmp_path.glob(f"*/*/{each.hex()}.kv")).unlink()
-    assert a.planner.persist(chain, {}, a.now) == (0, 10), "the store is asked"
-    assert a.persist(chain, a.compute(chain)) == (10, 0)
-    b.load(chain)
-    for engine in (a, b):
-        engine.close()
 
 
 def test_each_lane_says_what_it_has_moved(make: Callable[..., Engine], tmp_path: Path) -> None:

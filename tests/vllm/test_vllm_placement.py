@@ -7,8 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sojourn_server.core.request_table import QueuePlace, QueueState
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.policies.placement.placement_views import Tier
+from sojourn_server.vllm.offload_manager import host_eviction_rank
+from sojourn_server.vllm.waiting_queue import PolicyRequestQueue
 from test_vllm_preemption_faults import Timed
 from turns import add_request, last_turn, prompt, running, waiting
 
@@ -110,9 +113,6 @@ def test_only_a_request_of_a_pair_is_not_parked(
 
 
 def test_the_peeked_request_is_popped_though_another_is_admitted_meanwhile() -> None:
-    from sojourn_server.core.request_table import QueuePlace, QueueState
-    from sojourn_server.vllm.waiting_queue import PolicyRequestQueue
-
     ranks, parked = {"seen": 2, "parked": 1, "last": 3}, {"parked"}
 
     def place(name: str) -> QueuePlace:
@@ -139,13 +139,9 @@ def test_the_peeked_request_is_popped_though_another_is_admitted_meanwhile() -> 
 
 def test_host_memory_keeps_idle_programs_longest() -> None:
     """§4.3.2: "CPU DRAM: … then busy, then idle"; the device has the last two the other way round."""
-    from sojourn_server.vllm.offload_manager import host_eviction_rank
-
     busy, idle, cold, inactive = Tier
     assert sorted(Tier, key=host_eviction_rank) == [inactive, cold, busy, idle]
-    assert host_eviction_rank(cold).until_written == host_eviction_rank(idle), (
-        "it is not yet where it belongs"
-    )
+    assert host_eviction_rank(cold) is RetentionRank.COLD, "whose blocks are kept as idle ones until written"
 
 
 # -- down and up again ---------------------------------------------------------------------------------

@@ -145,46 +145,35 @@ class DiskTier:
     # -- writes ------------------------------------------------------------------------
 
     def plan_spills(self) -> None:
-        """Plan this step's writes to disk. Requested blocks come first. Others follow if host memory has too
-        few slots that can be reused without loss (``TierLimits.spill_below``)."""
+        """Plan this step's writes to disk: of blocks that belong there, and of others if host memory has too
+        few slots that can be reused without loss (``TierLimits.spill_below``). The blocks stay in host memory
+        too. While the disk hangs, those that belong there no longer wait for their write."""
         limits, host = self._limits, self._host
         if self.is_closed:
             return
         if self.hangs("writes"):
-            for key, rank in reversed(host.requested_writes.items()):
-                host.rerank(host.entries[key], rank)
-            host.requested_writes.clear()
+            for entry in list(host.unwritten.values()):
+                host.set_dirty(entry, False)
             return
-        # No more than fits on the disk. A larger batch would delete files that it has just written.
-        room = min(limits.max_spilling, limits.disk_blocks) - len(self.spilling)
-        requested: list[HostEntry] = []
-        for key in list(islice(host.requested_writes, max(0, room))):
-            if key in self.blocks:
-                del host.requested_writes[key]
-            elif host.entries[key].job is not None:
-                break  # its slot is still being filled
-            else:
-                requested.append(host.entries[key])
-        room -= self._spill(requested[::-1])  # as in any batch, the end of a context first
         spare = host.room(RetentionRank.WANTED) - host.unspilled + len(self.spilling)
-        wanted = min(room, int(limits.spill_below * limits.host_slots) - spare)
-        if wanted > 0:
-            self._spill(host.next_unspilled(wanted))
+        wanted = max(len(host.unwritten), int(limits.spill_below * limits.host_slots) - spare)
+        self.spill(host.next_unspilled(max(0, wanted)))
 
-    def _spill(self, entries: Iterable[HostEntry]) -> int:
-        """Plan to write entries to disk. They stay in host memory too. Returns how many are written."""
-        new = [entry for entry in entries if entry.key not in self.spilling]
-        for entry in new:
+    def spill(self, entries: Iterable[HostEntry]) -> None:
+        """Plan to write filled entries to disk, as many as it may be given now."""
+        # No more than fits on the disk. A larger batch would delete files that it has just written.
+        room = min(self._limits.max_spilling, self._limits.disk_blocks) - len(self.spilling)
+        # The write of a lost entry of the same key may not have ended.
+        new = (entry for entry in entries if entry.key not in self.spilling)
+        for entry in list(islice(new, max(0, room))):
             self._host.pin(entry)
             self.spilling[entry.key] = entry
             self.jobs.spills.append(FileCopy(entry.slot, entry.key))
-        return len(new)
 
     def _spilled(self, key: BlockKey, copy_result: CopyResult) -> None:
         entry = self.spilling.pop(key)
         self._host.counts["spilled" if copy_result is CopyResult.MOVED else f"spill_{copy_result.value}"] += 1
         self._host.set_dirty(entry, False)
-        self._host.rerank(entry, self._host.requested_writes.pop(key, entry.rank))
         self._host.unpin(entry, used=False)
 
     # -- what is known of the disk -----------------------------------------------------

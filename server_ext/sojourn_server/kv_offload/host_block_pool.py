@@ -22,7 +22,8 @@ class RetentionRank(IntEnum):
     WORTHLESS = 0
     """No request is known to need it: ended programs', or on the device too. Not written to disk."""
     COLD = 1
-    """Block of a program that has been idle so long that its KV belongs on disk. The disk has a copy."""
+    """Block of a program that has been idle so long that its KV belongs on disk. While host memory has the
+    only copy, which waits for its write, the block is evicted as those of ``IDLE`` are."""
     PLAIN = 2
     """Block of a busy program whose KV belongs on the device, or of an unknown program."""
     IDLE = 3
@@ -30,12 +31,6 @@ class RetentionRank(IntEnum):
     WANTED = 4
     """Block that a request will load soon: its program's KV was just assigned to the device, or the request
     was preempted. It is not evicted for a block of a lower rank."""
-
-    @property
-    def until_written(self) -> RetentionRank:
-        """Rank that a block has until it is written to disk, if it gets rank ``self`` after the write. For
-        ``COLD`` this is ``IDLE``, because host memory still has the only copy. Other ranks stay the same."""
-        return _IDLE if self is _COLD else self
 
 
 _RANKS = tuple(map(int, RetentionRank))
@@ -76,9 +71,9 @@ class HostBlockPool:
         self._idle: dict[int, OrderedDict[BlockKey, HostEntry]] = {rank: OrderedDict() for rank in _RANKS}
         """Idle (filled and unpinned) entries by rank. Only these may be reused."""
         self._dirty: dict[int, OrderedDict[BlockKey, HostEntry]] = {rank: OrderedDict() for rank in _RANKS}
-        """Idle ``dirty`` entries by rank. One that became ``dirty`` while it was idle comes last."""
-        self.requested_writes: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
-        """Blocks whose write to disk was requested → the rank that the block gets after the write."""
+        """Idle ``dirty`` entries by rank."""
+        self.unwritten = self._dirty[_COLD]
+        """Idle entries that belong on disk and wait for their write."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -104,11 +99,14 @@ class HostBlockPool:
         at_most: RetentionRank | None = None,
     ) -> HostEntry | None:
         """Assign a slot to a new block and return its entry. If no slot is empty, evict the least recently
-        used idle entry of the lowest rank, at most ``at_most`` (default: ``rank``). ``None`` if none is.
+        used idle entry of the lowest rank, at most ``at_most`` (default: ``rank``; for ``COLD``, ``IDLE``).
+        ``None`` if none is.
 
         ``job``: number of the job that will fill the slot, ``None`` if the slot already counts as filled."""
         if not self.free:
-            ranks = _RANKS[: (rank if at_most is None else at_most) + 1]
+            if at_most is None:
+                at_most = _IDLE if rank == _COLD else rank
+            ranks = _RANKS[: at_most + 1]
             reused = next((next(iter(idle.values())) for each in ranks if (idle := self._idle[each])), None)
             if reused is None:
                 return None
@@ -144,15 +142,13 @@ class HostBlockPool:
             self.unpin(entry)
 
     def touch(self, entry: HostEntry) -> None:
-        """Make the entry the most recently used of its rank."""
-        self.set_rank(entry, entry.rank)
+        """Make an entry the most recently used of its rank, unless it was removed."""
+        self._change(entry, entry.rank, entry.dirty)
 
     def set_rank(self, entry: HostEntry, rank: RetentionRank) -> None:
-        """Make an entry the most recently used of the rank ``rank``, unless it was removed."""
-        if not entry.removal_pending:
-            self._unsettle(entry)
-            entry.rank = rank
-            self._settle(entry)
+        """Make an entry the most recently used of the rank ``rank``, unless it was removed. For ``COLD`` it
+        is to be written to disk, also if an earlier write has failed."""
+        self._change(entry, rank, entry.key not in self.on_disk if rank == _COLD else entry.dirty)
 
     def rerank(self, entry: HostEntry, rank: RetentionRank) -> None:
         """Give an entry the rank ``rank``, unless it has that rank or ``WANTED``."""
@@ -160,12 +156,15 @@ class HostBlockPool:
             self.set_rank(entry, rank)
 
     def set_dirty(self, entry: HostEntry, dirty: bool) -> None:
-        """Record whether the entry is ``dirty``."""
-        if self._is_idle(entry):
-            self._dirty[entry.rank].pop(entry.key, None)
-            if dirty:
-                self._dirty[entry.rank][entry.key] = entry
-        entry.dirty = dirty
+        """Record whether the entry is ``dirty``. If that changes, it becomes the most recently used."""
+        if dirty != entry.dirty:
+            self._change(entry, entry.rank, dirty)
+
+    def _change(self, entry: HostEntry, rank: RetentionRank, dirty: bool) -> None:
+        if not entry.removal_pending:
+            self._unsettle(entry)
+            entry.rank, entry.dirty = rank, dirty
+            self._settle(entry)
 
     def next_unspilled(self, most: int) -> list[HostEntry]:
         """Return up to ``most`` idle ``dirty`` entries above ``WORTHLESS``, in their order of eviction."""
@@ -179,7 +178,6 @@ class HostBlockPool:
         self._unsettle(entry)
         entry.removal_pending = True
         del self.entries[entry.key]
-        self.requested_writes.pop(entry.key, None)
         self._settle(entry)
 
     def _is_idle(self, entry: HostEntry) -> bool:
@@ -187,8 +185,9 @@ class HostBlockPool:
 
     def _orders(self, entry: HostEntry) -> Sequence[OrderedDict[BlockKey, HostEntry]]:
         """The orders in which the entry stands while it is idle."""
-        idle = self._idle[entry.rank]
-        return (idle, self._dirty[entry.rank]) if entry.dirty else (idle,)
+        if not entry.dirty:
+            return (self._idle[entry.rank],)
+        return self._idle[_IDLE if entry.rank == _COLD else entry.rank], self._dirty[entry.rank]
 
     def _settle(self, entry: HostEntry) -> None:
         """If no pin or job uses the entry, make it idle or, if it was removed, free its slot."""

@@ -159,7 +159,7 @@ class OffloadScheduler:
             fresh.append((entry, BlockCopy(block_id, entry.slot)))
         for entry in reversed(used):
             self.host.touch(entry)
-            self.host.rerank(entry, rank)
+            self.host.rerank(entry, max(rank, entry.rank))
         # Jobs end in order, and the blocks of the job that ends first are evicted first. So the first job
         # copies the end of the context.
         for start in reversed(range(0, len(fresh), STORE_BATCH_BLOCKS)):
@@ -174,15 +174,13 @@ class OffloadScheduler:
     def set_rank(
         self, keys: Sequence[BlockKey], rank: RetentionRank, *, only: RetentionRank | None = None
     ) -> None:
-        """Set the retention rank of a context's blocks in host memory, and cancel their requested writes to
-        disk. ``keys`` must be in context order; the end of the context will be evicted first. ``only``:
-        change only blocks that have this rank now."""
+        """Set the retention rank of a context's blocks in host memory. ``keys`` must be in context order; the
+        end of the context will be evicted, and with ``COLD`` written to disk, first. ``only``: change only
+        blocks that have this rank now."""
         for key in reversed(keys):
             entry = self.host.get(key)
-            if entry is not None and only in (None, entry.rank):
-                self.host.requested_writes.pop(key, None)
-                if entry.rank != rank:
-                    self.host.set_rank(entry, rank)
+            if entry is not None and entry.rank != rank and only in (None, entry.rank):
+                self.host.set_rank(entry, rank)
 
     def want(self, owner: Hashable, keys: Sequence[BlockKey]) -> None:
         """Keep ``keys``, and no others for this owner, in host memory with the rank ``WANTED`` until
@@ -204,18 +202,6 @@ class OffloadScheduler:
         self.set_rank(free, rank, only=_WANTED)
         return True
 
-    def write_to_disk(self, keys: Sequence[BlockKey], rank: RetentionRank) -> None:
-        """Request that a context's blocks in host memory are written to disk as soon as the disk allows. Each
-        gets the retention rank ``rank`` after its write, or after the write's failure; a block that is
-        already on disk gets the rank now, as do all while the disk hangs. Nothing changes without one."""
-        get, on_disk = self.host.get, self.disk.blocks
-        for key in reversed(keys):  # the end of the context is evicted first
-            if key in on_disk and (entry := get(key)) is not None:
-                self.host.rerank(entry, rank)
-        if not self.disk.is_closed:
-            absent = (key for key in keys if key not in on_disk and get(key) is not None)
-            self.host.requested_writes.update(dict.fromkeys(absent, rank))
-
     def persist(
         self, chain: Sequence[BlockKey], on_device: Mapping[BlockKey, int], now: float
     ) -> tuple[int, int]:
@@ -229,7 +215,7 @@ class OffloadScheduler:
         retention rank ``PLAIN`` or below. The store is asked first for blocks that were last known to be
         there ``CONFIRMED_S`` ago, because another engine may have deleted them; they count as pending.
         """
-        host, disk, idle = self.host, self.disk, RetentionRank.IDLE
+        host, disk, cold = self.host, self.disk, RetentionRank.COLD
         disk.note_time(now)
         if disk.is_closed or disk.hangs("writes") or disk.hangs("reads"):
             return 0, 0
@@ -238,20 +224,22 @@ class OffloadScheduler:
         chain = chain[: self.limits.disk_blocks]
         stored, pending, unsaved = 0, disk.confirm(chain), list[tuple[BlockKey, int]]()
         if not pending:
-            for key in chain:
+            in_use: list[HostEntry] = []
+            for key in reversed(chain):
                 if key not in disk.blocks:
                     if (entry := host.get(key)) is not None:
-                        host.rerank(entry, max(entry.rank, idle))  # keep the block until it is on disk
+                        host.set_rank(entry, cold)
+                        if entry.pins and entry.job is None:
+                            in_use.append(entry)
                     elif key in on_device:
                         unsaved.append((key, on_device[key]))
-            self.store(unsaved, idle, at_most=_PLAIN)
+            disk.spill(in_use)  # a waiting request may pin them for long
+            self.store(reversed(unsaved), cold, at_most=_PLAIN)
             for key in chain[: disk.leading(chain)]:
                 if key in disk.blocks:
                     stored += not pending
                 else:
                     pending += 1
-                    if key not in disk.spilling:
-                        host.requested_writes.setdefault(key, RetentionRank.COLD)
         self._persisting |= pending > 0
         return stored, pending
 
@@ -437,8 +425,9 @@ class OffloadScheduler:
     def has_jobs(self) -> bool:
         """Whether the engine must run a step even without requests, for jobs or writes to disk."""
         unsent = any(not load.is_sent for load in self.loads.values())
+        copied = any(entries[0].rank == RetentionRank.COLD for entries, _ in self._storing.values())
         # While a block is being written, an idle engine would spin.
-        writes = self.host.requested_writes and not self.disk.spilling
+        writes = not self.disk.is_closed and not self.disk.spilling and (copied or self.host.unwritten)
         return bool(self._jobs or unsent or self._persisting or writes)
 
     def state(self) -> dict[str, dict[str, int]]:

@@ -102,9 +102,9 @@ class OffloadManager:
     def save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
         """Copy the cached blocks among ``blocks`` to host memory, because the device is about to reuse
         ``blocks``. Skip blocks that are faster to recompute, and window blocks from which no request is
-        expected to continue. Write blocks of rank ``COLD`` to disk too. ``owners`` must still have theirs."""
+        expected to continue. ``owners`` must still have theirs."""
         rank_of = self._ranker(owners)
-        planner, cold, may_lower = self._planner, RetentionRank.COLD, not self._placement_lowers_ranks
+        planner, may_lower = self._planner, not self._placement_lowers_ranks
         key_of, is_single = self._groups.key_of, self._groups.is_single
         self._taken += len(blocks)
         for block in blocks:
@@ -121,10 +121,7 @@ class OffloadManager:
             if key in self._recomputed and planner.host.get(key) is None:
                 self._recomputed.discard(key)
                 continue
-            rank = rank_of(key, block.block_id)
-            saved = planner.plan_save(key, block.block_id, rank.until_written, may_lower=may_lower)
-            if saved and rank == cold:
-                planner.write_to_disk([key], rank)
+            planner.plan_save(key, block.block_id, rank_of(key, block.block_id), may_lower=may_lower)
 
     @_turns_off
     def store_ahead(self, queue: ProgramFreeBlockQueue) -> None:
@@ -147,9 +144,7 @@ class OffloadManager:
                 by_rank.setdefault(rank_of(key, block_id), []).append((key, block_id))
         for rank, blocks in by_rank.items():
             # Eviction takes the end of a context first; copies are made in the order of the context.
-            planner.store(reversed(blocks), rank.until_written)
-            if rank == RetentionRank.COLD:
-                planner.write_to_disk([key for key, _ in reversed(blocks)], rank)
+            planner.store(reversed(blocks), rank)
 
     def _complete_context(self, program_id: ProgramId) -> None:
         """Copy to host memory what the device still has of a context that has lost a block. A prefix cache
@@ -157,7 +152,7 @@ class OffloadManager:
         rank = self._rank(program_id)
         if rank > RetentionRank.WORTHLESS and not self._runs(program_id):
             hashes = self._program_scheduler.context(program_id) or ()
-            self._planner.store(self._keyed(self._groups.needed_blocks(hashes)), rank.until_written)
+            self._planner.store(self._keyed(self._groups.needed_blocks(hashes)), rank)
 
     # -- turns and programs -------------------------------------------------------
 
@@ -204,15 +199,13 @@ class OffloadManager:
                 planner.disk.fetch(keys[on_device:], RetentionRank.WANTED)
             return
         planner.unwant(program_id, RetentionRank.IDLE)
-        planner.set_rank(self._groups.needed_keys(keys, shared), rank.until_written)
+        if rank != RetentionRank.WORTHLESS and tier is not Tier.WAITING:
+            # Copy now, so that the device need not wait for a copy when it reuses a block. ``IDLE``, because
+            # programs of a higher rank may share the beginning.
+            planner.store(self._keyed(self._groups.needed_blocks(keys)), RetentionRank.IDLE)
+        planner.set_rank(self._groups.needed_keys(keys, shared), rank)
         if rank == RetentionRank.WORTHLESS:
             self._placed.forget(program_id)
-            return
-        if tier is not Tier.WAITING:
-            # Copy now, so that the device need not wait for a copy when it reuses a block.
-            planner.store(self._keyed(self._groups.needed_blocks(keys)), rank.until_written)
-            if rank == RetentionRank.COLD:
-                planner.write_to_disk(self._groups.needed_keys(keys, shared), rank)
 
     @_turns_off
     def program_ended(self, program_id: ProgramId) -> None:
@@ -414,6 +407,5 @@ class OffloadManager:
 
 
 def host_eviction_rank(label: Tier) -> RetentionRank:
-    """Return the rank in host memory of a block with this label. A block that gets ``COLD`` has another rank
-    until it is on disk (``RetentionRank.until_written``)."""
+    """Return the rank in host memory of a block with this label."""
     return _RANKS[label]
