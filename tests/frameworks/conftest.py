@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -16,6 +17,15 @@ import sojourn
 from gc_tools import old_objects_passed_over
 from scripted_engine import Engine, require_engine
 from sojourn.testing import FakeServer
+
+# litellm and mini-swe-agent read these when imported. Without them, they print, ask for a setup and download
+# a price list.
+os.environ.update(
+    MSWEA_SILENT_STARTUP="1",
+    MSWEA_CONFIGURED="true",
+    MSWEA_COST_TRACKING="ignore_errors",
+    LITELLM_LOCAL_MODEL_COST_MAP="True",
+)
 
 HERE_TOO = {
     "test_frameworks_scenarios.py",

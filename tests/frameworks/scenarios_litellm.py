@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -13,8 +12,6 @@ import chat_loops as loops
 import sojourn
 from chat_loops import ASK
 from scenario_types import RETRY, ProgramFact
-
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it downloads a price list when imported
 
 ABSENT = loops.SHOWN_BY_OPENAI
 
@@ -53,8 +50,10 @@ def in_async(loop: Callable[[Any], Awaitable[Any]]) -> Callable[[str, str], Any]
 def retried_by_a_router(base_url: str, model: str) -> Any:
     import litellm
 
-    deployment = {"model_name": "any", "litellm_params": server(base_url, model)}
-    router = litellm.Router(model_list=[deployment], num_retries=2, retry_after=0)
+    # With a second deployment a router does not wait before it tries again.
+    both = [server(base_url, model) | {"api_key": key} for key in "ab"]
+    models = [{"model_name": "any", "litellm_params": one} for one in both]
+    router = litellm.Router(model_list=models, num_retries=2, retry_after=0)
     with sojourn.program("loop"):
         return router.completion(model="any", **ASK).choices[0].message.content
 

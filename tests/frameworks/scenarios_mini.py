@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from scenario_types import ToolFact, fact, scenarios_of
 from sojourn.testing import ToolUse
-
-# mini and litellm read these when imported. Without them, they print, ask for a setup and download a price
-# list.
-for name, value in {
-    "MSWEA_SILENT_STARTUP": "1",
-    "MSWEA_CONFIGURED": "true",
-    "MSWEA_COST_TRACKING": "ignore_errors",
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-}.items():
-    os.environ.setdefault(name, value)
 
 ABSENT = {
     "async": "mini-swe-agent 2.x is synchronous from end to end",

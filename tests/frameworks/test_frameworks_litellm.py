@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +16,6 @@ from gc_tools import imports
 from old_release import run_with_release
 from sojourn.testing import FakeServer
 
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 if find_spec("litellm") is None:
     pytest.skip("litellm is not installed", allow_module_level=True)
 litellm: Any = None
@@ -75,8 +73,9 @@ def test_a_routers_retries_are_one_request_and_a_second_call_another(server: Fak
         name, {"messages": MESSAGES}
     )
     provider = "openai" if name == "aresponses" else "hosted_vllm"  # litellm's own HTTP sends all of these
-    deployment = {"model": f"{provider}/m", "api_base": server.base_url, "api_key": "none"}
-    models = [{"model_name": "any", "litellm_params": deployment}]
+    deployment = {"model": f"{provider}/m", "api_base": server.base_url}
+    # With a second deployment a router does not wait before it tries again.
+    models = [{"model_name": "any", "litellm_params": {**deployment, "api_key": key}} for key in "ab"]
     router = litellm.Router(models, num_retries=2, retry_after=0, disable_cooldowns=True)
 
     async def call() -> None:
