@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sojourn_server.api.api_keys import ApiKeys
 from sojourn_server.api.event_intake import EVENT_BATCHES_OPERATION
 from sojourn_server.api.routes import build_router
+from waiting import wait_until
 
 KEY = "correct-horse"
 CANARY = "canary-7f3a"
@@ -103,6 +107,22 @@ def app_of(engine: Any, keys: Sequence[str] = ()) -> FastAPI:
 
 def client_of(engine: Any, keys: Sequence[str] = ()) -> TestClient:
     return TestClient(app_of(engine, keys), raise_server_exceptions=False)
+
+
+@contextmanager
+def served(app: Any, *, ws: Any = "none") -> Iterator[str]:
+    """Serve an application in a thread; yields its address."""
+    config = uvicorn.Config(app, port=0, ws=ws, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    app.state.server = server  # as vLLM does; live streams end with it
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield f"127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def check_error(response: Any, status: int) -> dict[str, str]:

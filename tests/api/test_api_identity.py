@@ -6,18 +6,15 @@ import asyncio
 import hashlib
 import json
 import logging
-import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from api_contract import VirtualRpc
-from api_test_engines import HungEngine, check_error
+from api_test_engines import HungEngine, check_error, served
 from sojourn_server.api import identity_middleware
 from sojourn_server.api.api_keys import ApiKeys
 from sojourn_server.api.client_identity import HEADER_ROWS
@@ -28,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from virtual_engine import VirtualEngine
-from waiting import wait_until, wait_until_async
+from waiting import wait_until_async
 
 LONG = "x" * 257
 HASHED = "sha256-" + hashlib.sha256(LONG.encode()).hexdigest()
@@ -231,28 +228,14 @@ OFFER = {
 }
 
 
-@contextmanager
-def served(app: Any, ws: Any) -> Iterator[int]:
-    config = uvicorn.Config(app, port=0, ws=ws, lifespan="off", log_config=None)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        wait_until(lambda: server.started)
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 @pytest.mark.parametrize("ws", ["auto", "none"])
 def test_a_websocket_offer_gets_426_so_that_codex_falls_back_at_once(
     ws: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whether the server has a WebSocket package or not. At 403 Codex offers it seven times."""
-    with served(app_of(VirtualRpc(VirtualEngine())), ws) as port:
+    with served(app_of(VirtualRpc(VirtualEngine())), ws=ws) as address:
         for path in ("/v1/responses", "/sojourn/session/run-1/v1/responses"):
-            with closing(HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+            with closing(HTTPConnection(address, timeout=10)) as connection:
                 connection.request("GET", path, headers=OFFER)
                 answer = connection.getresponse()
                 assert answer.status == 426

@@ -6,9 +6,6 @@ Screenshots lie in ``out/page``. ``make setup`` brings the browser (``tests/supp
 from __future__ import annotations
 
 import re
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,8 +14,7 @@ from typing import Any
 import live_frames
 import msgspec
 import pytest
-import uvicorn
-from api_test_engines import KEY, ScriptedEngine, client_of, engine_answers
+from api_test_engines import KEY, ScriptedEngine, client_of, engine_answers, served
 from headless_browser import headless_chromium
 from page_viewer import DRAWN, cells, check_accessible, opened, shot
 from sojourn_server.api import live_stream
@@ -79,30 +75,16 @@ row = partial(live_frames.row, lease_until_s=4000.0)
 
 
 @contextmanager
-def served(scene: Scene, *keys: str) -> Iterator[str]:
-    """The scene behind a real server, in a thread; its address."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        app = client_of(scene.engine, keys).app
-        server = uvicorn.Server(
-            uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1)
-        )
-        app.state.server = server  # as vLLM does; the streams end with it
-        thread = threading.Thread(target=server.run, args=([bound],))
-        thread.start()
-        try:
-            deadline = time.monotonic() + 60
-            while not server.started and time.monotonic() < deadline:
-                time.sleep(0.01)
-            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
+def watched(browser: Any, scene: Scene, *keys: str, **options: Any) -> Iterator[Any]:
+    """The page of the scene behind a real server."""
+    app = client_of(scene.engine, keys).app
+    with served(app) as address, opened(browser, f"http://{address}", **options) as page:
+        yield page
 
 
 def test_a_viewer_signs_in_and_reads_why_a_turn_was_slow(browser: Any) -> None:
     scene = Scene([row("agent-1"), row("agent-2", status="reasoning", requests=1, tool=None)])
-    with served(scene, KEY) as url, opened(browser, url, key=KEY, color_scheme="light") as page:
+    with watched(browser, scene, KEY, key=KEY, color_scheme="light") as page:
         page.wait_for_selector("#key-form:not([hidden])")
         assert page.evaluate("document.activeElement.id") == "key"
         assert page.locator("#data").is_hidden()
@@ -143,7 +125,7 @@ def test_a_viewer_signs_in_and_reads_why_a_turn_was_slow(browser: Any) -> None:
 
 
 def test_a_narrow_page_shows_that_tables_go_on_and_since_when_it_records(browser: Any) -> None:
-    with served(Scene([row("agent-1")])) as url, opened(browser, url, color_scheme="light") as page:
+    with watched(browser, Scene([row("agent-1")]), color_scheme="light") as page:
         page.get_by_text(re.compile("This page has recorded since ..:..:.., when it was opened")).wait_for()
         wide = page.locator(".scroll:has(#program-table)")
         assert "more" not in wide.get_attribute("class")
@@ -158,7 +140,7 @@ def test_a_narrow_page_shows_that_tables_go_on_and_since_when_it_records(browser
 def test_hostile_names_stay_text(browser: Any) -> None:
     names = {"name": HOSTILE, "tool": HOSTILE, "tenant": HOSTILE, "lease_reason": HOSTILE, "placed": HOSTILE}
     scene = Scene([row(HOSTILE, **names, parent_program_id=HOSTILE, engine="0"), row("javascript:alert(1)")])
-    with served(scene) as url, opened(browser, url, expected="404|TrustedHTML") as page:
+    with watched(browser, scene, expected="404|TrustedHTML") as page:
         page.get_by_role("button", name="javascript:alert(1)").wait_for()
         found = page.locator("#program-table tbody tr", has_text=HOSTILE)
         assert found.locator("td").nth(1).text_content() == HOSTILE
@@ -175,7 +157,7 @@ def test_hostile_names_stay_text(browser: Any) -> None:
 def test_two_thousand_programs_are_sorted_filtered_and_paged(browser: Any) -> None:
     rows = [row(f"p{n:04}", context_tokens=n, device_blocks=n % 7) for n in range(2_000)]
     scene = Scene(rows)
-    with served(scene) as url, opened(browser, url, color_scheme="dark", reduced_motion="reduce") as page:
+    with watched(browser, scene, color_scheme="dark", reduced_motion="reduce") as page:
         page.get_by_text("1 to 50 of 2000").wait_for()
         assert len(cells(page)) == 50
         head = page.get_by_role("columnheader", name=re.compile("^context"))
@@ -214,7 +196,7 @@ def test_the_page_and_top_say_the_same(browser: Any) -> None:
         row("ended", status="ended", lease_blocks=0, lease_until_s=None),
     ]
     scene = Scene(rows)
-    with served(scene) as url, opened(browser, url) as page:
+    with watched(browser, scene) as page:
         page.get_by_role("button", name="ended").wait_for()
         page.get_by_role("button", name="Pause").click()
         shown = {line[0]: line for line in cells(page)}
@@ -235,7 +217,7 @@ def test_the_page_and_top_say_the_same(browser: Any) -> None:
 
 def test_a_broken_stream_is_said_and_mended(browser: Any) -> None:
     scene = Scene([row("agent-1")])
-    with served(scene) as url, opened(browser, url) as page:
+    with watched(browser, scene) as page:
         page.get_by_role("button", name="agent-1").wait_for()
         failing = [True]
 
@@ -254,7 +236,7 @@ def test_a_page_of_another_release_than_the_server_is_loaded_again_once(
     browser: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_stream, "LiveFrame", partial(LiveFrame, v=FRAME_VERSION + 1))
-    with served(Scene([row("agent-1")])) as url, opened(browser, url) as page:
+    with watched(browser, Scene([row("agent-1")])) as page:
         page.get_by_text("this page is of another release than the server").wait_for()
         assert page.evaluate("performance.getEntriesByType('navigation')[0].type") == "reload"
         assert page.locator("#data").is_hidden()
