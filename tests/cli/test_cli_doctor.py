@@ -192,24 +192,29 @@ def test_the_environment(monkeypatch):
     assert checks["entry point vllm.general_plugins"].ok is True
     assert checks["sojourn"].ok is True
     assert re.match(r"\d+\.\d\d GiB available of \d+\.\d\d GiB of ", checks["memory"].detail)
+    without_engine = environment(monkeypatch, None)
+    assert without_engine["vllm"].ok is None, "no engine is no fault"
+    assert "engine imports" not in without_engine
 
 
-@pytest.mark.parametrize(("devices", "ok", "said"), [(2, True, "2 for CUDA"), (0, None, "torch finds none")])
-def test_a_build_for_cuda_needs_a_gpu(monkeypatch, devices, ok, said):
-    monkeypatch.setattr(compat, "is_cpu_build", lambda: False)
-    monkeypatch.setattr(doctor, "_ROCM_DEVICE", Path("/no/kfd"))
-    check = environment(monkeypatch, compat.TESTED_VLLM[-1], devices=devices)["gpu"]
-    assert check.ok is ok
-    assert said in check.detail
-    assert bool(check.next_step) is not bool(ok)
-
-
-def test_a_cpu_build_and_rocm_need_no_gpu_for_cuda(monkeypatch, tmp_path):
-    monkeypatch.setattr(compat, "is_cpu_build", lambda: True)
-    assert "gpu" not in environment(monkeypatch, compat.TESTED_VLLM[-1])
-    monkeypatch.setattr(compat, "is_cpu_build", lambda: False)
-    monkeypatch.setattr(doctor, "_ROCM_DEVICE", tmp_path)
-    assert "gpu" not in environment(monkeypatch, compat.TESTED_VLLM[-1])
+@pytest.mark.parametrize(
+    ("is_cpu_build", "rocm", "devices", "ok", "said"),
+    [
+        (False, "/no/kfd", 2, True, "2 for CUDA"),
+        (False, "/no/kfd", 0, None, "torch finds none"),
+        (True, "/no/kfd", 0, None, None),
+        (False, "/", 0, None, None),
+    ],
+)
+def test_a_build_for_cuda_needs_a_gpu(monkeypatch, is_cpu_build, rocm, devices, ok, said):
+    monkeypatch.setattr(compat, "is_cpu_build", lambda: is_cpu_build)
+    monkeypatch.setattr(doctor, "_ROCM_DEVICE", Path(rocm))
+    check = environment(monkeypatch, compat.TESTED_VLLM[-1], devices=devices).get("gpu")
+    assert (check is None) is (said is None)
+    if check is not None:
+        assert check.ok is ok
+        assert said in check.detail
+        assert bool(check.next_step) is not bool(ok)
 
 
 def test_an_untested_engine_and_a_broken_one(monkeypatch):
@@ -218,12 +223,6 @@ def test_an_untested_engine_and_a_broken_one(monkeypatch):
     assert compat.TESTED_VLLM[-1] in checks["vllm"].detail
     assert checks["engine imports"].ok is False
     assert "torchvision" in checks["engine imports"].next_step
-
-
-def test_no_engine_is_not_a_fault(monkeypatch):
-    checks = environment(monkeypatch, None)
-    assert checks["vllm"].ok is None
-    assert "engine imports" not in checks
 
 
 def report(monkeypatch, checks, *args):

@@ -93,18 +93,15 @@ def test_a_policy_among_the_settings_counts_as_its_flag(given, nothing_starts):
     )
 
 
-def test_files_become_absolute_and_must_exist(tmp_path, monkeypatch):
+def test_files_become_absolute_and_must_be_readable(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.toml").write_text('extends = "continuum"\nname = "p"\n')
     line = " ".join(dry_run("tiny", "--policy-file", "p.toml", "--sojourn-history", "h.json"))
     assert f'"policy_file": "{tmp_path}/p.toml"' in line
     assert f'"history_file": "{tmp_path}/h.json"' in line
     assert "q.toml" in failure("tiny", "--policy-file", "q.toml").message
-
-
-def test_a_bad_profile_fails_a_dry_run(tmp_path):
-    (tmp_path / "p.toml").write_text("prefill = 3\n")
-    assert "p.toml" in failure("tiny", "--sojourn-profile", str(tmp_path / "p.toml"), "--dry-run").message
+    Path("profile.toml").write_text("prefill = 3\n")
+    assert "profile.toml" in failure("tiny", "--sojourn-profile", "profile.toml", "--dry-run").message
 
 
 def test_a_dry_run_starts_no_command_of_a_policy_file(tmp_path):
@@ -176,18 +173,17 @@ def test_flags_of_vllm_and_those_near_to_none_pass(monkeypatch):
     assert "did you mean --policy?" in failure("tiny", "--polcy", "stock", "--dry-run").message
 
 
-def test_no_vllm_says_how_to_get_one(monkeypatch):
+def test_a_vllm_that_is_missing_or_untested_is_refused_but_for_stock(monkeypatch, tmp_path):
     monkeypatch.setattr(compat, "installed_vllm", lambda: None)
     assert "make setup" in failure("tiny").next_step
-
-
-def test_an_untested_vllm_is_refused_but_for_stock(monkeypatch):
     monkeypatch.setattr(compat, "installed_vllm", lambda: "9.9.9")
     error = failure("tiny", "--dry-run")
     assert "9.9.9" in error.message
     assert compat.TESTED_VLLM[-1] in error.message
     assert "stock" in error.next_step
     dry_run("tiny", "--policy", "stock")
+    # The connector of a pair is ours, though the scheduler be stock.
+    assert "9.9.9" in failure("tiny", *member(tmp_path), "--policy", "stock", "--dry-run").message
 
 
 def test_a_port_in_use_fails_before_anything_is_loaded(monkeypatch):
@@ -287,21 +283,17 @@ def test_what_is_known_of_a_store_comes_of_the_command(tmp_path, nothing_starts,
     assert len(became) == 1
 
 
-OTHER_CONNECTORS = {
-    "LMCacheConnectorV1": [
-        "--kv-transfer-config",
-        '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}',
+@pytest.mark.parametrize(
+    ("named", "flags"),
+    [
+        ("LMCacheConnectorV1", ["--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}']),
+        ("NixlConnector", ["--kv-transfer-config.kv_connector", "NixlConnector"]),
+        ("OffloadingConnector", ["--kv-offloading-size", "8"]),
+        ("host memory", []),
     ],
-    "NixlConnector": ["--kv-transfer-config.kv_connector", "NixlConnector"],
-    "OffloadingConnector": ["--kv-offloading-size", "8"],
-    "host memory": [],
-}
-"""What the message names: the user's flags."""
-
-
-@pytest.mark.parametrize("named", OTHER_CONNECTORS)
-def test_a_policy_that_places_programs_is_refused_without_our_host_memory(named):
-    options = ["tiny", "--policy", "mori", "--dry-run", *OTHER_CONNECTORS[named]]
+)
+def test_a_policy_that_places_programs_is_refused_without_our_host_memory(named, flags):
+    options = ["tiny", "--policy", "mori", "--dry-run", *flags]
     error = failure(*options)
     assert named in error.message
     assert "--kv-host-gib" in error.message
@@ -333,11 +325,6 @@ def test_a_role_installs_the_paths_and_only_prefill_engines_keep_contexts(tmp_pa
     error = failure("tiny", *member(tmp_path / "nowhere"))
     assert "does not exist; expected the directory" in error.message
     assert error.next_step
-
-
-def test_an_untested_vllm_has_no_pairs_though_its_scheduler_be_stock(tmp_path, nothing_starts, monkeypatch):
-    monkeypatch.setattr(compat, "installed_vllm", lambda: "9.9.9")
-    assert "9.9.9" in failure("tiny", *member(tmp_path), "--policy", "stock", "--dry-run").message
 
 
 # -- --config FILE -------------------------------------------------------------------------
