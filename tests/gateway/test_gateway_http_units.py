@@ -27,15 +27,8 @@ from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses, pars
 from sojourn_server.gateway.http.routing_backend import RequestDecisions, RoutingBackend
 from sojourn_server.gateway.http.tenant_keys import DEFAULT_TENANT, TenantKeys, load_tenant_keys
 from sojourn_server.policies.cluster_preset import cluster_preset_names, load_cluster_preset
-from sojourn_server.policies.fairness_policies import SharePolicy
-from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler, PrefillDecodeRules
-from sojourn_server.policies.routing_policies import SessionAffinityRouting, StealingPolicy
 from sojourn_server.routing import routing_events
-from sojourn_server.routing.affinity_strategy import AffinityStrategy
-from sojourn_server.routing.pair_strategy import PairStrategy
-from sojourn_server.routing.routing_core import RoutingCore
-from sojourn_server.routing.routing_events import PairRole
-from sojourn_server.routing.routing_limits import RoutingLimits
+from sojourn_server.routing.routing_from_preset import build_routing_core
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -109,9 +102,6 @@ def test_errors_have_the_shape_of_their_api(api: ClientApi) -> None:
     assert event.endswith(b"\n\n")
     data = [line[6:] for line in event.decode().splitlines() if line.startswith("data: ")]
     assert "gone" in json.dumps(json.loads(data[0]))
-
-
-# -- headers ----------------------------------------------------------------------
 
 
 # -- engines ----------------------------------------------------------------------
@@ -248,41 +238,27 @@ def test_the_page_lists_every_cluster_preset_and_its_engine() -> None:
     }
 
 
-# -- the log ----------------------------------------------------------------------
+# -- decisions --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spare", [True, False])
-@pytest.mark.parametrize("in_pairs", [True, False])
-def test_a_request_that_ends_at_an_engine_that_is_lost_is_over(in_pairs: bool, spare: bool) -> None:
-    policies: list[Any] = [SessionAffinityRouting(), StealingPolicy(), SharePolicy()]
-    pairs = PairStrategy(PairScheduler(PrefillDecodeRules()))
-    core = RoutingCore(pairs if in_pairs else AffinityStrategy(*policies), RoutingLimits())
+def test_a_request_that_ends_at_an_engine_that_is_lost_is_over(spare: bool) -> None:
+    core = build_routing_core(load_cluster_preset("sojourn"))
     routing_backend = RoutingBackend(core, lambda: 100.0)
 
     def register(name: str) -> None:
-        if in_pairs:
-            for role in PairRole:
-                engine = f"{role.value}-{name}"
-                routing_backend.tell(
-                    routing_events.PairEngineRegistered(
-                        engine, "1", 1000, role=role, node=engine, block_s=0.01, peer=engine
-                    )
-                )
-        else:
-            routing_backend.tell(routing_events.ReplicaRegistered(f"decode-{name}", "1", 1000))
+        routing_backend.tell(routing_events.ReplicaRegistered(name, "1", 1000))
 
     register("a")
     decisions = routing_backend.open(routing_events.RequestReceived("r", "t", 10, program_id="p"))
-    routing_backend.tell(routing_events.PrefillFinished("r", "prefill-a"))
     if spare:
         register("b")
     decisions.mark_answered()
-    routing_backend.tell(routing_events.ReplicaGone("decode-a", "1"))
-    routing_backend.close(routing_events.RequestFinished("r", 5, "decode-a"))
-    assert (core.requests, core.waiting) == ({}, {})
-    assert [program.turns for program in core.program_statuses()] in ([], [0])
+    routing_backend.tell(routing_events.ReplicaGone("a", "1"))
+    routing_backend.close(routing_events.RequestFinished("r", 5, "a"))
+    assert (core.requests, core.waiting, core.program_statuses()) == ({}, {}, [])
     register("b")
-    assert [one.in_flight for one in core.replica_statuses() if one.replica == "decode-b"] == [0]
+    assert [one.in_flight for one in core.replica_statuses()] == [0]
 
 
 async def test_what_is_done_for_a_ticket_is_broken_off_by_news() -> None:

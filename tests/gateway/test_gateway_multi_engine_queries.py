@@ -126,27 +126,22 @@ async def test_the_doctor_knows_a_gateway() -> None:
         assert "policy test, 0 of 2 replicas up" in checks["gateway"].detail
 
 
-async def test_the_doctor_knows_a_gateway_for_pairs() -> None:
-    async with pairs(1, 2, read_side="prefill") as (it, [prefill], decode):
+async def test_the_doctor_knows_a_gateway_for_pairs_and_says_which_role_is_missing_and_why() -> None:
+    async with pairs(1, 1, read_side="prefill") as (it, [prefill], [decode]):
         checks = await examined(it.url)
         assert not [name for name, check in checks.items() if check.ok is False and name != "cached tokens"]
-        assert checks["gateway"].detail.startswith("policy dualpath, 3 of 3 replicas up")
-        nodes = sorted(engine.at_node for engine in (prefill, *decode))
-        told = f"1 prefill, 2 decode; nodes {', '.join(nodes)}; read side prefill"
-        assert checks["pairs"].detail == told
+        assert checks["gateway"].detail.startswith("policy dualpath, 2 of 2 replicas up")
+        nodes = ", ".join(sorted((prefill.at_node, decode.at_node)))
+        assert checks["pairs"].detail == f"1 prefill, 1 decode; nodes {nodes}; read side prefill"
         tiers = checks["tiers"]
         assert tiers.ok is True
         assert "engines of pairs store and read KV" in tiers.detail
         assert "computed again" not in tiers.detail
-
-
-async def test_the_doctor_says_which_role_is_missing_and_why() -> None:
-    async with pairs(1, 1) as (it, _, [decode]):
         decode.paths = {"block_bytes": 8192}
         await until(lambda: decode.name not in engines_of(it))
         checks = await examined(it.url)
+        assert [*checks][:3] == ["server", "gateway", "pairs"]
         assert checks["server"].ok is True
-        assert [name for name in checks][:3] == ["server", "gateway", "pairs"]
         assert "1 of 2 replicas up" in checks["gateway"].detail
         pairs_check = checks["pairs"]
         assert pairs_check.ok is False

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, running
 from gateway_harness import until, world
 from sojourn.testing import Answer, ToolUse
 from sojourn.testing.scripted_answers import answer_body
@@ -51,42 +51,38 @@ def arrived(engine: FakeEngine) -> dict[str, set[str]]:
 
 
 async def test_each_tenants_questions_are_programs_of_that_tenant() -> None:
-    engine = Support()
-    await engine.start()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SOJOURN_")}
     environment |= {"ACME_KEY": "sk-a", "BOLT_KEY": "sk-b"}
-    try:
-        async with world([engine], tenants={"sk-a": "acme", "sk-b": "bolt"}) as it:
-            service = await asyncio.create_subprocess_exec(
-                sys.executable, str(EXAMPLE), "--url", it.url, "--model", "tiny", "--tenant", "acme",
-                "--tenant", "bolt", "--workers", "1", "--port", str(port), env=environment,
-            )  # fmt: skip
+    tenants = {"sk-a": "acme", "sk-b": "bolt"}
+    async with running(Support()) as [engine], world([engine], tenants=tenants) as it:
+        service = await asyncio.create_subprocess_exec(
+            sys.executable, str(EXAMPLE), "--url", it.url, "--model", "tiny", "--tenant", "acme",
+            "--tenant", "bolt", "--workers", "1", "--port", str(port), env=environment,
+        )  # fmt: skip
 
-            async def ask(tenant: str) -> tuple[int, str]:
-                url = f"http://127.0.0.1:{port}/{tenant}"
-                async with it.http.post(url, data="Where is order 17?") as answer:
-                    return answer.status, await answer.text()
+        async def ask(tenant: str) -> tuple[int, str]:
+            url = f"http://127.0.0.1:{port}/{tenant}"
+            async with it.http.post(url, data="Where is order 17?") as answer:
+                return answer.status, await answer.text()
 
-            async def listens() -> bool:
-                assert service.returncode is None
-                try:
-                    return (await ask("nobody"))[0] == 404
-                except aiohttp.ClientConnectionError:
-                    return False
-
+        async def listens() -> bool:
+            assert service.returncode is None
             try:
-                await until(listens)
-                answers = await asyncio.gather(ask("acme"), ask("bolt"))
-            finally:
-                service.send_signal(signal.SIGTERM)
-                await asyncio.wait_for(service.wait(), 60)
-            assert answers == [(200, "Order 17 was shipped yesterday.\n")] * 2
-            await until(lambda: all(types >= LIFE for types in arrived(engine).values()))
-    finally:
-        await engine.kill()
+                return (await ask("nobody"))[0] == 404
+            except aiohttp.ClientConnectionError:
+                return False
+
+        try:
+            await until(listens)
+            answers = await asyncio.gather(ask("acme"), ask("bolt"))
+        finally:
+            service.send_signal(signal.SIGTERM)
+            await asyncio.wait_for(service.wait(), 60)
+        assert answers == [(200, "Order 17 was shipped yesterday.\n")] * 2
+        await until(lambda: all(types >= LIFE for types in arrived(engine).values()))
     assert sorted(name.partition("/")[0] for name in arrived(engine)) == ["acme", "bolt"]
     for hint in hints(engine):
         assert hint["sojourn"]["tenant"] == hint["program_id"].partition("/")[0]
