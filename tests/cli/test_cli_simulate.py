@@ -1,4 +1,4 @@
-"""``sojourn simulate``, with and without ``--sweep``: bad input is one line and a next step, good input the same figures twice."""
+"""``sojourn simulate``: bad input is one line and a next step, good input the same figures twice."""
 
 from __future__ import annotations
 
@@ -301,8 +301,8 @@ def test_kept_runs_are_shown_again(
 @pytest.mark.engine
 @pytest.mark.timeout(1200)
 def test_a_sweep_has_a_run_of_each_policy_at_each_value(tmp_path: Path) -> None:
-    small = "synthetic:continuum-bfcl --programs 8 --hours 0.02 --pool-tokens 20000 --max-model-len 12000 --jobs 2"
-    options = "--policy stock,lru-offload --sweep cpu_ratio=0,2 --json sweep.json --plot out/plots"
+    small = "synthetic:continuum-bfcl --programs 8 --hours 0.02 --pool-tokens 20000 --max-model-len 12000"
+    options = "--jobs 2 --policy stock,lru-offload --sweep cpu_ratio=0,2 --json sweep.json --plot out/plots"
     done = run_sojourn("simulate", *small.split(), *options.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     results = read_results(tmp_path / "sweep.json")
