@@ -51,6 +51,11 @@ def seen(
     return routing_events.ReplicaRegistered(name, instance, capacity_tokens, **more)
 
 
+def asked(name: str, tokens: int = 100, tenant: str = "t", **more: Any) -> routing_events.RequestReceived:
+    """A request of a program of the same name."""
+    return routing_events.RequestReceived(name, tenant, tokens, **{"program_id": name, **more})
+
+
 def only(actions: list[Any]) -> Any:
     """Return the only action. Fails if there are several or none."""
     [action] = actions

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from routing_builders import build_core, kv_lost, seen, sends
+from routing_builders import asked, build_core, kv_lost, seen, sends
 from sojourn_server.policies.fairness_policies import AgentFairShare, SharePolicy
 from sojourn_server.policies.routing_policies import (
     CapacityRouting,
@@ -24,15 +24,9 @@ def core(routing: Any = None, sharing: Any = None, **limits: Any) -> RoutingCore
     return build_core(routing or CapacityRouting(), sharing=sharing, **{"lease_s": 1e6, **limits})
 
 
-def asked(name: str, tokens: int, tenant: str = "t") -> routing_events.RequestReceived:
-    return routing_events.RequestReceived(name, tenant, tokens, name)
-
-
-def ends(it: RoutingCore, name: str, now: float, tenant: str = "t") -> list[str]:
-    return sends(
-        it.take(routing_events.RequestFinished(name), now)
-        + it.take(routing_events.ProgramEnded(name, tenant), now)
-    )
+def ends(it: RoutingCore, name: str, now: float, program_id: str | None = None) -> list[str]:
+    ended = routing_events.ProgramEnded(program_id or name, "t")
+    return sends(it.take(routing_events.RequestFinished(name), now) + it.take(ended, now))
 
 
 def crowd(it: RoutingCore, replicas: int, waiting: int, sizes: Sequence[int]) -> None:
@@ -122,15 +116,11 @@ def test_returning_programs_are_served_before_new_ones_the_least_idle_first() ->
         it.take(kv_lost(it, name, "t", "a"), 20.0 - acts_s)
     assert sends(it.take(asked("running", 1000), 20.0)) == ["running"]
     for name in ("new", "idle", "busy"):
-        request = routing_events.RequestReceived(f"{name}/2", "t", 600, name)
-        assert it.take(request, 20.0) == []
+        assert it.take(asked(f"{name}/2", 600, program_id=name), 20.0) == []
     served = []
     for now, name in ((21.0, "running"), (22.0, "busy"), (23.0, "idle")):
         last = name if name == "running" else f"{name}/2"
-        served += sends(
-            it.take(routing_events.RequestFinished(last), now)
-            + it.take(routing_events.ProgramEnded(name, "t"), now)
-        )
+        served += ends(it, last, now, program_id=name)
     assert served == ["busy/2", "idle/2", "new/2"]
 
 
@@ -181,7 +171,7 @@ def test_a_program_that_waits_in_its_engine_moves_once_where_another_has_room() 
     it.take(seen("a"), 0.0)
     it.take(asked("p", 400), 0.0)
     it.take(routing_events.RequestFinished("p", 1), 1.0)
-    assert sends(it.take(routing_events.RequestReceived("p/2", "t", 500, "p"), 1.0)) == ["p/2"]
+    assert sends(it.take(asked("p/2", 500, program_id="p"), 1.0)) == ["p/2"]
     dropped = kv_lost(it, "p", "t", "a")
     assert it.take(dropped, 10.0) == [], "no other replica"
     it.take(seen("b"), 10.0)
@@ -213,7 +203,7 @@ def test_a_request_that_waits_for_a_home_without_its_kv_goes_where_there_is_room
     it.take(asked("p", 100), 0.0)
     it.take(routing_events.RequestFinished("p", 1), 1.0)
     it.take(asked("other", 300), 1.0)
-    assert it.take(routing_events.RequestReceived("p/2", "t", 200, "p"), 1.0) == []
+    assert it.take(asked("p/2", 200, program_id="p"), 1.0) == []
     it.take(seen("b", capacity_tokens=300), 2.0)
     assert sends(it.take(kv_lost(it, "p", "t", "a"), 3.0)) == ["p/2"]
     assert it.programs.get(("t", "p")).home == "b"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
-from routing_builders import build_core, expectations, seen, sends, with_replicas
+from routing_builders import asked, build_core, expectations, seen, sends, with_replicas
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
-from sojourn_server.policies.routing_policies import (
-    LeastDelayRouting,
-)
+from sojourn_server.policies.routing_policies import LeastDelayRouting
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_strategy import MAX_REPLICAS_COMPARED
 from sojourn_server.routing.routing_core import RoutingCore
@@ -17,7 +16,6 @@ from sojourn_server.routing.routing_events import (
     KvReported,
     ProgramEnded,
     RequestFinished,
-    RequestReceived,
     ResidentKv,
     SendRequest,
 )
@@ -25,12 +23,8 @@ from sojourn_server.routing.routing_events import (
 
 def asks(core: Any, name: str, program: str, now: float, tokens: int = 100) -> str | None:
     """Replica to which a request is sent; ``None``: it waits."""
-    sent = [
-        one
-        for one in core.take(RequestReceived(name, "t", tokens, program), now)
-        if isinstance(one, SendRequest) and one.request_id == name
-    ]
-    return sent[0].replica_id if sent else None
+    actions = core.take(asked(name, tokens, program_id=program), now)
+    return next((one.replica_id for one in actions if isinstance(one, SendRequest)), None)
 
 
 def turn(core: Any, name: str, program: str, now: float) -> str:
@@ -105,10 +99,7 @@ def core(routing: Any, replicas: int = 1, sharing: Any = None, **more: Any) -> R
     return with_replicas(it, *(f"e{number}" for number in range(replicas)))
 
 
-def asked(
-    name: str, tokens: int = 100, tenant: str = "t", program: str | None = None
-) -> routing_events.RequestReceived:
-    return routing_events.RequestReceived(name, tenant, tokens, program or name, agent_type="coder")
+coder = partial(asked, agent_type="coder")
 
 
 def keep_busy(it: RoutingCore) -> None:
@@ -123,9 +114,9 @@ def test_silent_residents_keep_no_program_out(resident_for_s: float) -> None:
     preset = f'routing = {{ policy = "least-delay", resident_for_s = {resident_for_s} }}'
     it = core(parse_cluster_preset(preset, source="x").routing, estimator=expectations())
     keep_busy(it)
-    it.take(asked("a"), 0.0)
+    it.take(coder("a"), 0.0)
     it.take(routing_events.RequestFinished("a", 5, "e0"), 1.0)
-    assert sends(it.take(asked("b"), 2.0)) == []
+    assert sends(it.take(coder("b"), 2.0)) == []
     assert sends(it.take(routing_events.Tick(), 1.0 + resident_for_s - 0.1)) == []
     assert sends(it.take(routing_events.Tick(), 1.0 + resident_for_s)) == ["b"]
 
@@ -135,7 +126,7 @@ def test_of_many_replicas_those_with_the_most_room_are_shown(monkeypatch: pytest
     monkeypatch.setattr(LeastDelayRouting, "route", lambda *told: shown.append(told[1]) or route(*told))
     it = core(LeastDelayRouting(), replicas=MAX_REPLICAS_COMPARED + 4, estimator=expectations())
     for number in range(2 * MAX_REPLICAS_COMPARED):
-        it.take(asked(f"a{number}", 100 + number), 0.0)
+        it.take(coder(f"a{number}", 100 + number), 0.0)
     homed = [len(replica.programs) for replica in it.fleet.values()]
     assert max(homed) == 1, "an empty one goes before all others"
     assert len(it.waiting) == 2 * MAX_REPLICAS_COMPARED - len(homed)
@@ -145,23 +136,23 @@ def test_of_many_replicas_those_with_the_most_room_are_shown(monkeypatch: pytest
 def test_new_programs_wait_behind_one_for_which_no_memory_lasts() -> None:
     it = core(LeastDelayRouting(), estimator=expectations())
     keep_busy(it)
-    assert sends(it.take(asked("a"), 0.0)) == ["a"]
-    assert sends(it.take(asked("b"), 1.0)) == [], "both would come to 1,800 of 1,000"
-    clerk = routing_events.RequestReceived("c", "t", 10, "c", agent_type="clerk")
+    assert sends(it.take(coder("a"), 0.0)) == ["a"]
+    assert sends(it.take(coder("b"), 1.0)) == [], "both would come to 1,800 of 1,000"
+    clerk = asked("c", 10, agent_type="clerk")
     assert sends(it.take(clerk, 2.0)) == [], "there is memory for it, but it came later"
     assert len(it.waiting) == 2
     assert sends(it.take(routing_events.RequestFinished("a", 5, "e0"), 3.0)) == []
     assert sends(it.take(routing_events.ProgramEnded("a", "t"), 3.0)) == ["b", "c"]
     assert len(it.waiting) == 0
     alone = core(LeastDelayRouting(), estimator=expectations())
-    assert sends(alone.take(asked("a"), 0.0) + alone.take(clerk, 2.0)) == ["a", "c"]
+    assert sends(alone.take(coder("a"), 0.0) + alone.take(clerk, 2.0)) == ["a", "c"]
 
 
 def test_requests_without_a_program_do_not_wait() -> None:
     """Hints are advice: who gives none is served as without those who do."""
     it = core(LeastDelayRouting(), estimator=expectations())
-    it.take(asked("a"), 0.0)
-    assert sends(it.take(asked("b"), 1.0)) == []
+    it.take(coder("a"), 0.0)
+    assert sends(it.take(coder("b"), 1.0)) == []
     assert sends(it.take(routing_events.RequestReceived("plain", "t", 500), 2.0)) == ["plain"]
     assert sends(it.take(routing_events.RequestReceived("session", "t", 500, "s"), 2.0)) == ["session"]
     assert len(it.waiting) == 1
