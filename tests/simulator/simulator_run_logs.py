@@ -48,27 +48,33 @@ def turn_log(
     )
 
 
-def synthetic_run_log(
-    policy: str,
-    programs: int = 40,
-    *,
-    virtual_s: float = 3600.0,
-) -> RunLog:
+def program_log(program_id: str, turns: list[TurnLog], *, arrived_s: float = 0.0, **more: Any) -> ProgramLog:
+    """A program of these turns."""
+    told = {"trace_id": program_id, "turns_total": len(turns), "turns": turns, **more}
+    return ProgramLog(program_id=program_id, arrived_s=arrived_s, **told)
+
+
+def run_log(*programs: ProgramLog, **more: Any) -> RunLog:
+    """A run of these programs, by default a closed loop of 100 s under ``stock``."""
+    told = {
+        "policy": "stock", "programs_wanted": len(programs), "hardware": "h", "model": "m", "trace": "t",
+        "seed": 0, "virtual_s": 100.0, **more,
+    }  # fmt: skip
+    return RunLog(programs=list(programs), **told)
+
+
+def synthetic_run_log(policy: str, programs: int = 40, *, virtual_s: float = 3600.0) -> RunLog:
     """Log of a closed loop of ``programs``."""
     manner = POLICY_BEHAVIORS[policy]
     load = programs / 40
     generator = random.Random(zlib.crc32(f"{policy} {programs} None 1".encode()))
-    run = RunLog(
+    run = run_log(
         policy=policy,
         programs_wanted=programs,
-        hardware="a100-80gb",
-        model="llama-3.1-8b",
         trace="isobench_trae",
         seed=1,
-        loop="closed",
         pool_blocks=POOL_BLOCKS,
         host_blocks=HOST_BLOCKS if manner.host else 0,
-        block_size=BLOCK,
         virtual_s=virtual_s,
         busy_s=0.97 * virtual_s,
         steps=int(virtual_s * 30),
@@ -92,9 +98,7 @@ def _program(
 ) -> ProgramLog:
     turns = max(3, round(generator.gauss(24, 9)))
     context = 0
-    life = ProgramLog(
-        program_id=f"swe-{name}", trace_id=f"t{len(run.programs) % 31}", arrived_s=at_s, turns_total=turns
-    )
+    life = program_log(f"swe-{name}", [], arrived_s=at_s, turns_total=turns)
     prompt = generator.randrange(3_000, 9_000)
     for number in range(turns):
         known = context // BLOCK * BLOCK

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from cli_process import refused, run_sojourn
-from simulator_run_logs import turn_log
+from simulator_run_logs import program_log, run_log, turn_log
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.turn_phases import add_run
-from sojourn_server.simulator.run_log import REPLICA_STEP_OFFSET, ProgramLog, ReplicaLog, RunLog
+from sojourn_server.simulator.run_log import ProgramLog, ReplicaLog, RunLog
 from sojourn_server.traces.perfetto_trace import PerfettoTrace
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="simulate runs vLLM's scheduler")
@@ -39,29 +39,15 @@ def life(name: str, at: str, **more: Any) -> ProgramLog:
                 replica=f"r{place}" if begun else "r9",
             )
         )
-    told: dict[str, Any] = {"trace_id": name, "arrived_s": 0.0, "turns_total": len(at), "turns": turns}
-    return ProgramLog(program_id=name, **(told | more))
+    return program_log(name, turns, **more)
 
 
-def log(
-    *programs: ProgramLog, busy_s: tuple[float, ...] = (50.0, 80.0), policy: str = "random/stock"
-) -> RunLog:
-    return RunLog(
-        policy=policy,
-        programs_wanted=len(programs),
-        hardware="h",
-        model="m",
-        trace="t",
-        seed=0,
-        loop="closed",
-        pool_blocks=100,
-        virtual_s=100.0,
-        steps=30,
+def log(*programs: ProgramLog, busy_s: tuple[float, ...] = (50.0, 80.0)) -> RunLog:
+    return run_log(
+        *programs,
+        policy="random/stock",
         busy_s=sum(busy_s) / len(busy_s),
-        programs=list(programs),
-        preemption_steps=[3, REPLICA_STEP_OFFSET + 5, REPLICA_STEP_OFFSET + 6],
         replicas=[ReplicaLog(replica=f"r{n}", steps=10 + n, busy_s=s) for n, s in enumerate(busy_s)],
-        routes={"random": 9},
     )
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulator_run_logs import synthetic_run_log, turn_log
+from simulator_run_logs import program_log, run_log, synthetic_run_log, turn_log
 from sojourn_server.simulator.report.run_metrics import (
     CUT_OFF_NOTE,
     NONE_FINISHED_NOTE,
@@ -22,7 +22,7 @@ from sojourn_server.simulator.report.run_metrics import (
     summary_statistics,
 )
 from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS
-from sojourn_server.simulator.run_log import ProgramLog, RunLog
+from sojourn_server.simulator.run_log import RunLog
 
 
 def small_run(loop: str = "closed") -> RunLog:
@@ -42,23 +42,13 @@ def small_run(loop: str = "closed") -> RunLog:
             prompt_tokens=200, output_tokens=500, generated_tokens=85, computed_tokens=200,
         ),
     ]  # fmt: skip
-    first = ProgramLog(
-        program_id="a", trace_id="a", arrived_s=0.0, finished_s=30.0, turns_total=2, turns=turns[:2]
-    )
-    second = ProgramLog(program_id="b", trace_id="b", arrived_s=40.0, turns_total=3, turns=turns[2:])
-    return RunLog(
-        policy="stock",
-        programs_wanted=2,
-        hardware="h",
-        model="m",
+    return run_log(
+        program_log("a", turns[:2], finished_s=30.0),
+        program_log("b", turns[2:], arrived_s=40.0, turns_total=3),
         trace="../traces/t.jsonl.gz",
-        seed=3,
         loop=loop,
-        rate_per_s=None if loop == "closed" else 0.02,
-        programs=[first, second],
         preemption_steps=[5, 15, 16, 40],
         steps=200,
-        virtual_s=100.0,
         busy_s=50.0,
         scheduler_s=0.1,
         wall_s=2.0,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from simulator_run_logs import POLICY_BEHAVIORS, synthetic_run_log, turn_log
+from simulator_run_logs import POLICY_BEHAVIORS, program_log, run_log, synthetic_run_log, turn_log
 from sojourn_server.cli.explain import turn_table
 from sojourn_server.simulator.report.turn_phases import add_run, ledger, totals, turn_phases
-from sojourn_server.simulator.run_log import ProgramLog, RunLog
+from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.traces.perfetto_trace import PerfettoTrace
 
 RUNS = {name: synthetic_run_log(name, 6, virtual_s=900.0) for name in POLICY_BEHAVIORS}
@@ -24,27 +24,10 @@ def life(*, ended_s: float | None = 40.0, **turn: object) -> RunLog:
         prompt_tokens=300, output_tokens=8, known_tokens=208, device_tokens=8, computed_tokens=292,
         regenerated={"evicted": 200},
     )  # fmt: skip
-    program = ProgramLog(
-        program_id="p",
-        trace_id="t9",
-        arrived_s=10.0,
-        finished_s=ended_s,
-        turns_total=2,
-        turns=[first, msgspec.structs.replace(second, **turn)],
-    )
-    child = ProgramLog(
-        program_id="p/sub", trace_id="t10", parent="p", arrived_s=12.0, turns_total=1, finished_s=None
-    )
-    return RunLog(
-        policy="stock",
-        programs_wanted=1,
-        hardware="h",
-        model="m",
-        trace="t",
-        seed=0,
-        loop="closed",
-        programs=[program, child],
-        virtual_s=100.0,
+    turns = [first, msgspec.structs.replace(second, **turn)]
+    return run_log(
+        program_log("p", turns, arrived_s=10.0, finished_s=ended_s),
+        program_log("p/sub", [], arrived_s=12.0, parent="p", turns_total=1),
     )
 
 
