@@ -34,20 +34,25 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine_and_simulator import replay, simulate
 from result_pages import provenance, show
 from rich.console import Console
+from sojourn_server.demo.demo_run import PREEMPTIONS, read_counts
+from sojourn_server.launch.engine_server import EngineServer
+from sojourn_server.launch.serve_command import FORCED_TOKENS
+from sojourn_server.policies.costs.engine_profile import EngineProfile
 from sojourn_server.replay.completions_client import CompletionsClient
 from sojourn_server.replay.replay_driver import ReplayOptions
 from sojourn_server.replay.replay_report import ReplayTally
+from sojourn_server.simulator.latency.latency_models import LatencyModel, StepWork
+from sojourn_server.simulator.report.results_file import made_with
+from sojourn_server.simulator.simulated_clients import SimulatedOutputs
+from sojourn_server.simulator.simulation_run import RunSpec
+from sojourn_server.simulator.workloads.arrival_processes import load_programs
 from sojourn_server.traces.prompt_builder import plan_turns
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn
-
-if TYPE_CHECKING:
-    from sojourn_server.launch.engine_server import EngineServer
-    from sojourn_server.simulator.latency.latency_models import LatencyModel, StepWork
 
 JUDGED = {"completion_mean_s": 0.10, "regenerated_tokens": 0.05}
 """Figure → maximum relative error of the simulator."""
@@ -126,8 +131,6 @@ def programs_of(scenario: Scenario) -> list[TraceProgram]:
 
     Raises ``TraceError`` if there are too few.
     """
-    from sojourn_server.simulator.workloads.arrival_processes import load_programs
-
     if scenario.workload == ORDERLY:
         return orderly_programs(scenario.programs, scenario.stagger_s)
 
@@ -169,9 +172,6 @@ def orderly_programs(count: int, every_s: float) -> list[TraceProgram]:
 
 def server_of(scenario: Scenario, policy: str) -> EngineServer:
     """Return a server for the scenario, not yet started. The flags are the same for every policy."""
-    from sojourn_server.launch.engine_server import EngineServer
-    from sojourn_server.launch.serve_command import FORCED_TOKENS
-
     flags = (
         "--block-size", str(scenario.block_size),
         "--num-gpu-blocks-override", str(scenario.blocks),
@@ -211,8 +211,6 @@ def play_on_engine(
 ) -> dict[str, float]:
     """Run the programs once on a new server, and return the figures. The first stock server is profiled
     after its run. Raises ``BenchmarkError`` if a program does not finish as planned."""
-    from sojourn_server.demo.demo_run import PREEMPTIONS, read_counts
-
     with server_of(scenario, policy) as server:
         before = read_counts(server.url)[PREEMPTIONS]
         asyncio.run(warm_up(server.url))
@@ -264,8 +262,6 @@ class Noisy:
 def measured_off(profile_file: Path) -> float:
     """Return the relative deviation of step times from the fit, from 0 to 1, as the median over the profile's
     samples."""
-    from sojourn_server.policies.costs.engine_profile import EngineProfile
-
     measured = EngineProfile.from_toml(profile_file.read_text(encoding="utf-8"))
     steps = measured.steps
     if steps is None or not measured.step_samples:
@@ -287,8 +283,6 @@ def play_in_simulator(
 
     Raises ``BenchmarkError`` if the simulator reports a fault of its own.
     """
-    from sojourn_server.simulator.simulated_clients import SimulatedOutputs
-    from sojourn_server.simulator.simulation_run import RunSpec
 
     def prepare(simulation: Any) -> None:
         (replica,) = simulation.replicas
@@ -410,9 +404,6 @@ def _short(number: float) -> str:
 
 def document(scenario: Scenario, profile_file: Path, results: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the JSON document with all results."""
-    from sojourn_server.policies.costs.engine_profile import EngineProfile
-    from sojourn_server.simulator.report.results_file import made_with
-
     measured = EngineProfile.from_toml(profile_file.read_text(encoding="utf-8"))
     told, steps = provenance(made_with(sys.argv)), measured.steps
     return {
