@@ -156,7 +156,6 @@ def _run() -> None:
             from .agent_process import main as run_agent
 
             run_agent(sys.argv[2:])
-            return
         extra = "top" if sys.argv[1:2] and sys.argv[1] in LIGHT_COMMANDS else "server"
         sys.exit(
             f"sojourn: the command line needs {', '.join(missing)}: {install_command(extra)}; "

@@ -34,8 +34,8 @@ from ..models import LOCAL_MODELS, ModelError, is_cached, model_directory
 from ..models.gguf_source import find_gguf
 from ..vllm import compat
 from .console import (
-    DEFAULT_URL,
     PASS_KEY,
+    CliError,
     api_key_option,
     console,
     json_option,
@@ -95,8 +95,8 @@ def doctor(
 def _url_checks(url: str, api_key: str | None, key_source: str) -> Iterator[Check]:
     try:
         client = http_client(url, api_key, _TIMEOUT_S)
-    except ValueError as error:
-        yield Check("server", False, f"{url}: {error}", f"give a URL like {DEFAULT_URL}")
+    except CliError as error:
+        yield Check("server", False, error.message, error.next_step)
         return
     with client:
         _announce(f"asking {url}, up to {_TIMEOUT_S:g} s for each answer")

@@ -273,13 +273,12 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
     if config.in_pairs:
         summary = "pairs on Ray"
     else:
-        policy_file = Path(config.policy_file) if config.policy_file is not None else None
-        known = _preset(config.policy, policy_file, config.allow_policy_modules)
+        known = _preset(config.policy, config.policy_file, config.allow_policy_modules)
         summary = f"policy {known.name} on Ray, engines run {known.engine}"
     if config.is_local:
         _check_local_cluster(config, path)
     elif config.tenants is not None:
-        _tenants(Path(config.tenants), None, None)
+        _tenants(config.tenants, None, None)
     set_ray_environment(config)
     from sojourn_server.gateway.ray.ray_application import serve_until_stopped
 
@@ -298,17 +297,17 @@ def _check_local_cluster(config: RayConfig, path: Path) -> None:
         )
     except RayConfigError as error:
         raise CliError(f"{path}: {error}", "export it where this command is started") from None
-    _tenants(Path(config.tenants) if config.tenants is not None else None, api, admin)
+    _tenants(config.tenants, api, admin)
     for name in ("port", "direct_port"):
         if (port := getattr(config, name)) is not None:
             check_free_port(config.host, port, f"choose another {name} in {path}")
 
 
-def _preset(policy: str, policy_file: Path | None, allowed_modules: str) -> ClusterPreset:
+def _preset(policy: str, policy_file: Path | str | None, allowed_modules: str) -> ClusterPreset:
     try:
         if policy_file is None:
             return cluster_preset.load_cluster_preset(policy)
-        return cluster_preset.read_cluster_preset(policy_file, allowed_modules=allowed_modules)
+        return cluster_preset.read_cluster_preset(Path(policy_file), allowed_modules=allowed_modules)
     except PresetError as error:
         message, next_step = str(error), "docs/gateway.md lists the cluster presets"
         if policy_file is None and policy in preset_names():
@@ -320,13 +319,13 @@ def _preset(policy: str, policy_file: Path | None, allowed_modules: str) -> Clus
         raise CliError(message, next_step) from None
 
 
-def _tenants(path: Path | None, api_key: str | None, admin_key: str | None) -> TenantKeys:
+def _tenants(path: Path | str | None, api_key: str | None, admin_key: str | None) -> TenantKeys:
     from sojourn_server.gateway.http.tenant_keys import load_tenant_keys
 
     if path is not None and api_key is not None:
         raise CliError("--tenants and --api-key are both given", "write the key into the file of tenants")
     try:
-        known = load_tenant_keys(path, api_key)
+        known = load_tenant_keys(Path(path) if path is not None else None, api_key)
         known.check_admin(admin_key)
     except InputError as error:
         raise CliError(str(error), "docs/gateway.md says how tenants and the admin get keys") from None

@@ -33,8 +33,8 @@ class AnswerError(CliError):
 
 
 def http_client(url: str, api_key: str | None, timeout_s: float) -> httpx.Client:
-    """Return a client for the server at ``url``, with or without ``http://`` and ``/v1``. Raises
-    ``ValueError`` for an invalid URL."""
+    """Return a client for the server at ``url``, with or without ``http://`` and ``/v1``. Raises ``CliError``
+    for an invalid URL."""
     try:
         return httpx.Client(
             base_url=with_scheme(url).rstrip("/").removesuffix("/v1"),
@@ -44,7 +44,7 @@ def http_client(url: str, api_key: str | None, timeout_s: float) -> httpx.Client
             verify=httpx.create_ssl_context(),  # still reads SSL_CERT_FILE of the environment
         )
     except httpx.InvalidURL as error:
-        raise ValueError(str(error)) from None
+        raise CliError(f"{url}: {error}", f"give a URL like {DEFAULT_URL}") from None
 
 
 def connection_advice(error: httpx.HTTPError, url: str) -> tuple[str, str]:
@@ -82,10 +82,7 @@ class LiveClient:
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         """``url``: the server's address, with or without ``http://`` and ``/v1``."""
-        try:
-            self._client = http_client(url, api_key, TIMEOUT_S)
-        except ValueError as error:
-            raise CliError(f"--url {url}: {error}", f"give a URL like {DEFAULT_URL}") from None
+        self._client = http_client(url, api_key, TIMEOUT_S)
         self.url = str(self._client.base_url).rstrip("/")
 
     @property
