@@ -35,6 +35,10 @@ LLAMA_2_7B = ModelShape(
 )
 
 
+def roofline_of(hardware: str, model: str = "llama-3.1-8b", tp: int = 1) -> RooflineLatency:
+    return RooflineLatency(load_hardware_profile(hardware), load_model_shape(model), tp)
+
+
 def layer_ms(roofline: RooflineLatency, tokens: int) -> float:
     """One layer without attention: the step without its pairs, reads, head and fixed share."""
     hardware, layers = roofline.hardware, roofline.model.layers
@@ -49,16 +53,10 @@ H100_MS = (0.175, 0.172, 0.181, 0.183, 0.199, 0.286, 0.375, 0.657, 1.26, 2.60)
 """h100/meta-llama/Llama-2-7b-hf/mlp.csv"""
 
 
-@pytest.mark.parametrize(("tokens", "measured_ms"), zip(TOKENS, A100_MS, strict=True))
-def test_a_layer_on_a100(tokens: int, measured_ms: float) -> None:
-    roofline = RooflineLatency(load_hardware_profile("a100-80gb"), load_model_shape("llama-3.1-8b"))
-    assert layer_ms(roofline, tokens) == pytest.approx(measured_ms, rel=0.15)
-
-
-@pytest.mark.parametrize(("tokens", "measured_ms"), zip(TOKENS[:10], H100_MS, strict=True))
-def test_a_layer_on_h100(tokens: int, measured_ms: float) -> None:
-    roofline = RooflineLatency(load_hardware_profile("h100"), LLAMA_2_7B)
-    assert layer_ms(roofline, tokens) == pytest.approx(measured_ms, rel=0.2)
+def test_a_layer_takes_as_long_as_its_operators() -> None:
+    a100, h100 = roofline_of("a100-80gb"), RooflineLatency(load_hardware_profile("h100"), LLAMA_2_7B)
+    assert [layer_ms(a100, tokens) for tokens in TOKENS] == pytest.approx(A100_MS, rel=0.15)
+    assert [layer_ms(h100, tokens) for tokens in TOKENS[:10]] == pytest.approx(H100_MS, rel=0.2)
 
 
 def test_one_request_decodes_as_fast_as_nvidia_says() -> None:
@@ -82,9 +80,7 @@ def test_a_short_prompt_takes_no_longer_than_a_server_with_it() -> None:
     docs.nvidia.com/nim/llama-3-1-nemotron-safety-guard-8b/1.10.1/performance
     """
     pairs = 500 * 501 // 2
-    step_s = RooflineLatency(load_hardware_profile("a100-80gb"), load_model_shape("llama-3.1-8b")).step_s(
-        StepWork(1, 500, pairs, 500, 1)
-    )
+    step_s = roofline_of("a100-80gb").step_s(StepWork(1, 500, pairs, 500, 1))
     assert 0.65 * 48.3e-3 < step_s < 48.3e-3
 
 
@@ -92,7 +88,7 @@ def test_a_short_prompt_takes_no_longer_than_a_server_with_it() -> None:
 
 
 ROOFLINES = [
-    RooflineLatency(load_hardware_profile(hardware), load_model_shape(model), tp)
+    roofline_of(hardware, model, tp)
     for hardware in shipped_profile_names("hardware")
     for model, tp in (("llama-3.1-8b", 1), ("llama-3.1-70b", 4), ("qwen3-30b-a3b", 1))
 ]
@@ -135,10 +131,7 @@ def test_copies_grow_with_their_bytes(roofline: RooflineLatency, few: int, more:
 
 
 def test_decoding_reads_weights_and_prefill_computes() -> None:
-    a100, h200 = (
-        RooflineLatency(load_hardware_profile(name), load_model_shape("llama-3.1-8b"))
-        for name in ("a100-80gb", "h200")
-    )
+    a100, h200 = roofline_of("a100-80gb"), roofline_of("h200")
     decode, prefill = work_of([(1, 1000)]), work_of([(8192, 0)])
     # Bandwidth grew 2.35 times, compute 3.17 times.
     assert 1.8 < a100.step_s(decode) / h200.step_s(decode) < 2.35
@@ -148,7 +141,7 @@ def test_decoding_reads_weights_and_prefill_computes() -> None:
 
 
 def test_a_mixture_reads_more_experts_the_more_tokens_it_sees() -> None:
-    roofline = RooflineLatency(load_hardware_profile("h200"), load_model_shape("qwen3-30b-a3b"))
+    roofline = roofline_of("h200", "qwen3-30b-a3b")
     model, hardware = roofline.model, roofline.hardware
     all_weights_s = model.weights_bytes / (
         hardware.memory_bandwidth_bytes_per_s * hardware.weight_read_efficiency
@@ -157,17 +150,15 @@ def test_a_mixture_reads_more_experts_the_more_tokens_it_sees() -> None:
     # Eight of 128 experts for one token; 256 tokens use nearly all.
     assert one < 0.35 * all_weights_s
     assert many > 0.9 * all_weights_s
-    dense = RooflineLatency(load_hardware_profile("h200"), load_model_shape("qwen2.5-32b"))
+    dense = roofline_of("h200", "qwen2.5-32b")
     assert roofline.step_s(work_of([(4096, 0)])) < 0.5 * dense.step_s(work_of([(4096, 0)]))
 
 
 def test_tensor_parallelism_helps_less_than_its_devices() -> None:
-    one, four = (
-        RooflineLatency(load_hardware_profile("h100"), load_model_shape("llama-3.1-8b"), tp) for tp in (1, 4)
-    )
+    one, four = (roofline_of("h100", tp=tp) for tp in (1, 4))
     for requests in ([(8192, 0)], [(1, 1000)], [(1, 8000)] * 64):
         speedup = one.step_s(work_of(requests)) / four.step_s(work_of(requests))
         assert 1.5 < speedup < 4
     assert one.copy_s(10**10, to_host=True) > 3.9 * four.copy_s(10**10, to_host=True)
     with pytest.raises(LatencyProfileError, match="tp is 5"):
-        RooflineLatency(load_hardware_profile("h100"), load_model_shape("llama-3.1-8b"), 5)
+        roofline_of("h100", tp=5)
