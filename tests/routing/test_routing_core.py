@@ -158,13 +158,19 @@ def test_a_request_that_failed_before_its_first_byte_is_sent_elsewhere() -> None
     )
 
 
-def test_a_request_that_two_replicas_took_in_and_failed_is_not_given_to_a_third() -> None:
-    it = with_replicas(core(), "a", "b", "c")
-    first = only(it.take(asked("r0", "p"), 0.0)).replica_id
-    second = it.take(routing_events.RequestFailed("r0", first, computing=True), 1.0)[-1].replica_id
-    refused = it.take(routing_events.RequestFailed("r0", second, computing=True), 2.0)[-1]
-    assert (refused.status, refused.code) == (502, "replicas_failed")
-    assert "accepted by a replica 2 times" in refused.message
+@pytest.mark.parametrize("is_gone_first", [False, True])
+def test_a_request_that_two_replicas_took_in_and_failed_is_not_given_to_a_third(is_gone_first: bool) -> None:
+    it = with_replicas(core(most_failures=9), "a", "b", "c")
+    actions = it.take(asked("r0", "p"), 0.0)
+    for now in (1.0, 2.0):
+        at = actions[-1].replica_id
+        actions = it.take(routing_events.ReplicaGone(at, "1"), now) if is_gone_first else []
+        actions += it.take(routing_events.RequestFailed("r0", at, computing=True), now)
+    refused = [one for one in actions if isinstance(one, RejectRequest)]
+    if is_gone_first:  # it is at the third by then, and may go to no other
+        refused += it.take(routing_events.RequestFailed("r0", actions[-1].replica_id), 3.0)[-1:]
+    assert (refused[-1].status, refused[-1].code) == (502, "replicas_failed")
+    assert "accepted by a replica 2 times" in refused[-1].message
 
 
 def test_a_replica_that_failed_a_request_and_lives_is_not_sent_it_again() -> None:
