@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from sojourn_server.launch.engine_server import free_port
 
 psutil = pytest.importorskip("psutil")
 
@@ -38,7 +38,7 @@ class RayGateway:
         self.home = home
         self.start_s = start_s
         self.log = home / "log"
-        self.direct, self.served = free_port(), free_port()
+        self.direct, self.served = free_port("127.0.0.1"), free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{self.direct}"
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
@@ -165,10 +165,3 @@ def started(make: Callable[[Path], Made]) -> Iterator[Made]:
             made.stop()
     finally:
         shutil.rmtree(home, ignore_errors=True)
-
-
-def free_port() -> int:
-    """Return a TCP port of this machine that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -12,7 +12,8 @@ from typing import Any
 
 import aiohttp
 from gateway_harness import until
-from ray_gateway import DEADLINE_S, RayGateway, free_port
+from ray_gateway import DEADLINE_S, RayGateway
+from sojourn_server.launch.engine_server import free_port
 
 HERE = Path(__file__).parent
 GATEWAYS = "ServeReplica:sojourn:Gateway"
@@ -28,7 +29,7 @@ class Cluster(RayGateway):
         fake = [sys.executable, str(HERE.parent / "fake_engine_process.py"), "{host}", "{port}"]
         engines = {"min": 2, "max": 3, "shrink_after_s": 3, "num_cpus": 0.1, "drain_s": 5, "command": fake}
         super().__init__(home, engines)
-        self.config["metrics_port"] = free_port()
+        self.config["metrics_port"] = free_port("127.0.0.1")
 
 
 class Client:

@@ -16,7 +16,8 @@ import aiohttp
 import pytest
 from gateway_harness import until
 from ray_cluster import GATEWAYS, Client, Cluster, client
-from ray_gateway import DEADLINE_S, free_port, psutil, started
+from ray_gateway import DEADLINE_S, psutil, started
+from sojourn_server.launch.engine_server import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -143,7 +144,7 @@ class Pairs:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        port = free_port()
+        port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"
         self._path = cluster.home / "pairs.yaml"
 
