@@ -240,7 +240,7 @@ EVENT_LIKE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(EVENT_LIKE | JSON, max_size=8), max_size=4))
 def test_any_json_gets_an_outcome_for_each_event(batches: list[list[Any]]) -> None:
     engine = known()

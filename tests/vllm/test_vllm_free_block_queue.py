@@ -12,7 +12,22 @@ import pytest
 from free_block_queues import abandoned_branches
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from sojourn_server.core.block_owners import BlockOwners
+from sojourn_server.vllm.free_block_queue import ProgramFreeBlockQueue
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+    make_block_hash_with_group_id,
+)
 
 Left = tuple[float, int] | None
 ScoreOf = Callable[[str, Left], Any]
@@ -23,16 +38,10 @@ PROGRAMS = [f"P{number}" for number in range(16)]
 
 
 def make_blocks(count: int) -> list[Any]:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-
     return [KVCacheBlock(number) for number in range(count)]
 
 
 def make_queue(blocks: Sequence[Any], score: ScoreOf | None = None, evicted: Any = None) -> Any:
-    from sojourn_server.core.block_owners import BlockOwners
-    from sojourn_server.vllm.free_block_queue import ProgramFreeBlockQueue
-    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
-
     owners = BlockOwners()
 
     def remove(gone: list[Any], score: Any) -> None:
@@ -66,8 +75,6 @@ class ByScore:
 
 
 def give_hash(block: Any) -> None:
-    from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
-
     block.set_block_hash(make_block_hash_with_group_id(BlockHash(b"%032d" % block.block_id), 0))
 
 
@@ -391,8 +398,6 @@ class ByProgramMachine(QueueMachine):
 @pytest.mark.parametrize(("machine", "examples"), [(QueueMachine, 60), (ByProgramMachine, 250)])
 def test_the_queue_does_what_its_model_does(machine: type[QueueMachine], examples: int) -> None:
     """With an order by program, 10,000 operations."""
-    from hypothesis.stateful import run_state_machine_as_test
-
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -10,8 +10,15 @@ import pytest
 from cache_group_specs import MORE_GROUPS
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from scheduler_driver import check_tables
+from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
 BLOCKS = 40
 BLOCK_SIZE = 16
@@ -27,8 +34,6 @@ class EngineLife(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
-
         self.now = 1000.0
         self.requests = 0
         self.sequence = 0
@@ -201,8 +206,6 @@ class EngineLife(RuleBasedStateMachine):
 def test_the_pool_always_adds_up(policy, groups, examples):
     attributes = {"policy": policy, "groups": groups}
     machine = type("EngineLife", (EngineLife,), attributes)
-    from hypothesis.stateful import run_state_machine_as_test
-
     run_state_machine_as_test(
         machine,
         settings=settings(
