@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from sojourn.wire_events import ProgramEnd
-from sojourn_server.core.events_and_actions import PolicySwitched
 from sojourn_server.core.request_table import QueueState
-from sojourn_server.policies.preset import load_preset
 from sojourn_server.programs.program_status import ProgramStatus
 from virtual_engine import VirtualEngine, prompt
 
@@ -45,14 +43,6 @@ def test_off_releases_held_requests_and_on_holds_them_again() -> None:
     assert states(engine, waiting) == held
     assert engine.status("b") is ProgramStatus.GATED
     assert engine.reasons("policy") == ["off", "on"]
-
-
-def test_the_engine_looks_at_every_waiting_request_again() -> None:
-    engine, waiting = placing_engine()
-    actions = engine.program_scheduler.handle(PolicySwitched(on=False), engine.now)
-    changed = {action.request_id for action in actions if type(action).__name__ == "QueuePlaceChanged"}
-    assert changed >= set(waiting)
-    assert engine.program_scheduler.preset.order == load_preset("observe").order
 
 
 def test_a_program_that_ends_while_the_policy_is_off_has_no_place_afterwards() -> None:
