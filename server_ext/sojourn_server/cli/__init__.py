@@ -166,7 +166,7 @@ def _run() -> None:
     try:
         with exit_on_cli_error():
             named = [name for name in sys.argv[1:2] if name in COMMANDS]
-            build_app(named or COMMANDS)()
+            build_app(named or COMMANDS)(prog_name="sojourn")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS or find_spec(package) is not None:

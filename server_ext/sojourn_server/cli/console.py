@@ -195,13 +195,8 @@ def _as_cli_errors(context: Any = None) -> Iterator[None]:
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # its text is the help
             raise
-        names: list[str] = []
-        context = error.ctx
-        while context is not None and context.parent is not None:
-            names.insert(0, context.command.name)
-            context = context.parent
         text = " ".join(error.format_message().split()).rstrip(".")
-        path = " ".join(["sojourn", *names])
+        path = error.ctx.command_path if error.ctx is not None else "sojourn"
         raise CliError(text[:1].lower() + text[1:], f"see {path} --help") from error
     except CliError:
         raise
