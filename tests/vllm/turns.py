@@ -78,11 +78,16 @@ def add_request(
 
 
 def arrive(engine: Any, planned: Any, *loads: str, without: set[int] = frozenset()) -> None:
-    """End a step with our host memory: all of its stores have ended, and these loads, but for blocks
-    ``without`` content."""
-    stores = planned.kv_connector_metadata.jobs.stores
+    """End a step with our host memory: all of its stores and writes to disk have ended, searches of the disk
+    have found nothing, and these loads have ended, but for blocks ``without`` content."""
+    jobs = planned.kv_connector_metadata.jobs
+    results = OffloadResults(
+        stored=dict.fromkeys(jobs.stores, CopyResult.MOVED),
+        spilled={file.key: CopyResult.MOVED for file in jobs.spills},
+        probed=dict.fromkeys(jobs.probes, (0, True)),
+    )
     report = KVConnectorOutput(
-        kv_connector_worker_meta=StepReport(OffloadResults(stored=dict.fromkeys(stores, CopyResult.MOVED))),
+        kv_connector_worker_meta=StepReport(results),
         finished_recving={*loads},
         invalid_block_ids={*without},
     )
