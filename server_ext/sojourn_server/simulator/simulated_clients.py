@@ -58,7 +58,7 @@ class ActiveProgram:
     log: ProgramLog
     root: ActiveProgram | None
     """Top-level program of a sub-agent; ``None`` for a top-level program (a root)."""
-    hints: ClientHints | None = None
+    hints: ClientHints
     turn: int = 0
     """Index of the current turn; during a gap, of the next one."""
     family: int = 1
@@ -173,13 +173,12 @@ class SimulatedClients:
         )
         self._log.programs.append(log)
         root = None if parent is None else parent.root or parent
-        active = self.active[plan.instance_id] = ActiveProgram(plan, log, root)
+        hints = self.make_hints(plan, log.parent, agent_type_of(plan, is_child=root is not None))
+        active = self.active[plan.instance_id] = ActiveProgram(plan, log, root, hints)
         if root is not None:
             root.family += 1
         log.expected_s = self._expected_s(plan)
-        if self._with_hints:
-            active.hints = self.make_hints(plan, log.parent, active.agent_type)
-            self._queue_events(active, *active.hints.start_events())
+        self._queue_events(active, *hints.start_events())
         for child in plan.children:
             (root or active).family += 1
             if child.parent_turn is None:
@@ -203,7 +202,7 @@ class SimulatedClients:
         )
         active.log.turns.append(log)
         active.prompt = prompt
-        if active.hints is not None:
+        if self._with_hints:
             active.unsent_events += active.hints.pop_unsent(now)
             active.context = active.hints.context()
         deadline_s = (active.context or {}).get("deadline_seconds")
@@ -263,7 +262,7 @@ class SimulatedClients:
             active.prompt,
             # A client does not know the length of the answer, so the request allows the longest answer.
             max_tokens=sim_replica.engine.options.max_model_len - len(active.prompt),
-            program_id=active.plan.instance_id if active.hints is not None else None,
+            program_id=active.plan.instance_id if self._with_hints else None,
             context=active.context,
             arrival_s=log.entered_s or 0.0,
         )
@@ -304,13 +303,13 @@ class SimulatedClients:
             return
         gap_s = active.plan.gap_s(number)
         turn.log.gap_s = gap_s
-        if active.hints is not None:
+        tools = active.plan.tool_runs(number) if self._with_hints else ()
+        runs = [(f"{number}.{i}", run) for i, run in enumerate(tools)]
+        self._queue_events(active, *(active.hints.tool_start(call_id, run) for call_id, run in runs))
+        for call_id, run in runs:
             # A tool without a known duration lasts for the whole gap.
-            runs = [(f"{number}.{i}", run) for i, run in enumerate(active.plan.tool_runs(number))]
-            self._queue_events(active, *(active.hints.tool_start(call_id, run) for call_id, run in runs))
-            for call_id, run in runs:
-                took_s = gap_s if run.s is None else min(run.s, gap_s)
-                self.event_queue.schedule_at(now + took_s, self._stop_tool, active, call_id, took_s)
+            took_s = gap_s if run.s is None else min(run.s, gap_s)
+            self.event_queue.schedule_at(now + took_s, self._stop_tool, active, call_id, took_s)
         if not active.awaited:  # else the end of the last sub-agent sends the next request
             self.event_queue.schedule_at(now + gap_s, self._submit, active)
 
@@ -319,15 +318,13 @@ class SimulatedClients:
         self._begin(child, parent)
 
     def _stop_tool(self, active: ActiveProgram, call_id: str, took_s: float) -> None:
-        assert active.hints is not None
         self._queue_events(active, active.hints.tool_stop(call_id, took_s))
 
     def _end_program(self, active: ActiveProgram) -> None:
         """End a program that has finished, or whose request was rejected."""
         now = self.event_queue.now_s
         del self.active[active.plan.instance_id]
-        if active.hints is not None:
-            self._queue_events(active, *active.hints.end_events())
+        self._queue_events(active, *active.hints.end_events())
         parent = self.active.get(active.log.parent or "")
         if parent is not None and active.plan.instance_id in parent.awaited:
             parent.awaited.remove(active.plan.instance_id)
@@ -341,14 +338,13 @@ class SimulatedClients:
         self._take(ev.ProgramEnded(active.plan.instance_id, active.tenant))
 
     def _queue_events(self, active: ActiveProgram, *events: dict[str, Any]) -> None:
-        """Queue client events. They are sent after ``EVENT_SEND_DELAY_S``, or with an earlier request."""
+        """Queue client events, if clients send hints. They are sent after ``EVENT_SEND_DELAY_S``, or with an
+        earlier request."""
         now = self.event_queue.now_s
-        assert active.hints is not None
-        if events and active.hints.queue_events(events, now):
+        if self._with_hints and events and active.hints.queue_events(events, now):
             self.event_queue.schedule_at(now + EVENT_SEND_DELAY_S, self._send, active)
 
     def _send(self, active: ActiveProgram) -> None:
-        assert active.hints is not None
         events = active.hints.pop_unsent(self.event_queue.now_s)
         if events:  # else a request has carried them
             self._after_call_delay(lambda: self._deliver_events(active, events))
