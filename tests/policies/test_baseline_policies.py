@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from finished_turns import finished_turn
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from sojourn.ids import ProgramId
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.policy_views import (
     BlockShortage,
@@ -25,7 +25,6 @@ from sojourn_server.policies.queue_order_policies import (
     service_level,
 )
 from sojourn_server.policies.retention_policies import LeastWasteRetention
-from sojourn_server.programs.windowed_history import ToolHistory
 
 
 def test_a_preempted_later_program_stands_behind_an_earlier_one() -> None:
@@ -101,17 +100,7 @@ def test_the_victim_is_in_the_lowest_queue_there_the_last_admitted() -> None:
 
 # -- infercept --------------------------------------------------------------------------
 
-TURN = FinishedTurnView(
-    program_id=ProgramId("p"),
-    tool="bash",
-    context_tokens=1000,
-    reload_s=2.0,
-    mean_evicted_wait_s=99.0,
-    memoryfulness=1.0,
-    history=ToolHistory(),
-    chunked_reload_s=1.5,
-    running_tokens=4000,
-)
+TURN = finished_turn(reload_s=2.0, mean_evicted_wait_s=99.0, chunked_reload_s=1.5, running_tokens=4000)
 
 
 def waste(turn: FinishedTurnView, elapsed_s: float) -> tuple[float, float]:

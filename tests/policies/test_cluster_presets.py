@@ -28,14 +28,8 @@ ABLATIONS = Path(__file__).parents[2] / "benchmarks" / "cluster_ablations"
 
 def test_these_ship() -> None:
     assert cluster_preset_names() == [
-        "mori",
-        "mori-paper",
-        "prefix-affinity",
-        "random",
-        "round-robin",
-        "saga",
-        "sojourn",
-    ]
+        "mori", "mori-paper", "prefix-affinity", "random", "round-robin", "saga", "sojourn",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", cluster_preset_names())

@@ -19,24 +19,10 @@ BASE = 'extends = "continuum"\n'
 
 def test_the_shipped_presets() -> None:
     assert preset_names() == [
-        "admit",
-        "autellix",
-        "continuum",
-        "continuum-paper",
-        "fixed-ttl",
-        "infercept",
-        "known-ends",
-        "mori",
-        "mori-paper",
-        "observe",
-        "program-fcfs",
-        "saga",
-        "saga-paper",
-        "sojourn",
-        "static-ttl",
-        "tetris",
+        "admit", "autellix", "continuum", "continuum-paper", "fixed-ttl", "infercept", "known-ends", "mori",
+        "mori-paper", "observe", "program-fcfs", "saga", "saga-paper", "sojourn", "static-ttl", "tetris",
         "tetris-learned",
-    ]
+    ]  # fmt: skip
     for name in preset_names():
         preset = load_preset(name)
         assert preset.name == name

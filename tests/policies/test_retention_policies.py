@@ -6,60 +6,38 @@ import math
 from typing import Any
 
 import pytest
+from finished_turns import finished_turn, tool_history
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn.ids import ProgramId
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
-from sojourn_server.policies.policy_views import FinishedTurnView
 from sojourn_server.policies.retention_policies import MAX_TTL_S, ContinuumRetention, best_ttl_s
 from sojourn_server.programs.windowed_history import ToolHistory
 
-NOT_WORTH_IT = RetentionDecision(0.0, DecisionReason.NOT_WORTH_IT)
-
-
-def history(n: int, duration_s: float, tool: str = "bash") -> ToolHistory:
-    made = ToolHistory()
-    for _ in range(n):
-        made.observe(tool, duration_s)
-    return made
-
-
-def turn(**changes: Any) -> FinishedTurnView:
-    fields: dict[str, Any] = {
-        "program_id": ProgramId("p"),
-        "tool": "bash",
-        "context_tokens": 1000,
-        "reload_s": 20.0,
-        "mean_evicted_wait_s": 0.0,
-        "memoryfulness": 1.0,
-        "history": ToolHistory(),
-    }
-    return FinishedTurnView(**{**fields, **changes})
-
-
-LONG = history(101, 30.0)
+NOT_WORTH_IT = DecisionReason.NOT_WORTH_IT
+SHORT, LONG = tool_history(bash=[3.0] * 101), tool_history(bash=[30.0] * 101)
 
 
 @pytest.mark.parametrize(
-    ("view", "keep"),
+    ("changes", "ttl_s", "reason"),
     [
-        (turn(), RetentionDecision(math.log(20.0), DecisionReason.COLD_START)),
-        (turn(history=history(100, 3.0)), RetentionDecision(math.log(20.0), DecisionReason.COLD_START)),
-        (turn(history=history(101, 3.0)), RetentionDecision(3.0, DecisionReason.THIS_TOOL)),
-        (turn(history=history(101, 3.0), tool="web"), RetentionDecision(3.0, DecisionReason.ALL_TOOLS)),
-        (turn(history=LONG), NOT_WORTH_IT),
-        (turn(history=LONG, mean_evicted_wait_s=40.0), RetentionDecision(30.0, DecisionReason.THIS_TOOL)),
-        (turn(history=LONG, mean_evicted_wait_s=40.0, memoryfulness=0.2), NOT_WORTH_IT),
-        (turn(history=LONG, mean_evicted_wait_s=99.0, memoryfulness=-1.0), NOT_WORTH_IT),
-        (turn(reload_s=0.0), NOT_WORTH_IT),
-        (turn(tool=None), RetentionDecision(0.0, DecisionReason.NO_TOOL_CALL)),
-        (turn(tool=None, hinted_ttl_s=40.0), RetentionDecision(40.0, DecisionReason.HINTED)),
-        (turn(hinted_ttl_s=0.0, history=history(101, 3.0)), RetentionDecision(0.0, DecisionReason.HINTED)),
-        (turn(hinted_ttl_s=9000.0), RetentionDecision(300.0, DecisionReason.HINTED)),
+        ({}, math.log(20.0), DecisionReason.COLD_START),
+        ({"history": tool_history(bash=[3.0] * 100)}, math.log(20.0), DecisionReason.COLD_START),
+        ({"history": SHORT}, 3.0, DecisionReason.THIS_TOOL),
+        ({"history": SHORT, "tool": "web"}, 3.0, DecisionReason.ALL_TOOLS),
+        ({"history": LONG}, 0.0, NOT_WORTH_IT),
+        ({"history": LONG, "mean_evicted_wait_s": 40.0}, 30.0, DecisionReason.THIS_TOOL),
+        ({"history": LONG, "mean_evicted_wait_s": 40.0, "memoryfulness": 0.2}, 0.0, NOT_WORTH_IT),
+        ({"history": LONG, "mean_evicted_wait_s": 99.0, "memoryfulness": -1.0}, 0.0, NOT_WORTH_IT),
+        ({"reload_s": 0.0}, 0.0, NOT_WORTH_IT),
+        ({"tool": None}, 0.0, DecisionReason.NO_TOOL_CALL),
+        ({"tool": None, "hinted_ttl_s": 40.0}, 40.0, DecisionReason.HINTED),
+        ({"hinted_ttl_s": 0.0, "history": SHORT}, 0.0, DecisionReason.HINTED),
+        ({"hinted_ttl_s": 9000.0}, 300.0, DecisionReason.HINTED),
     ],
-)  # fmt: skip
-def test_continuum(view: FinishedTurnView, keep: RetentionDecision) -> None:
-    assert ContinuumRetention().keep(view, 5.0) == keep
+)
+def test_continuum(changes: dict[str, Any], ttl_s: float, reason: DecisionReason) -> None:
+    view = finished_turn(**{"reload_s": 20.0, **changes})
+    assert ContinuumRetention().keep(view, 5.0) == RetentionDecision(ttl_s, reason)
 
 
 # -- the TTL that Continuum chooses ----------------------------------------------------------------
@@ -72,14 +50,6 @@ SAMPLES = st.lists(EIGHTHS, min_size=16, max_size=16)
 WHOLE = st.integers(0, 40).map(float)
 
 
-def history_of(**tools: list[float]) -> ToolHistory:
-    history = ToolHistory()
-    for key, durations in tools.items():
-        for duration in durations:
-            history.observe(key, duration)
-    return history
-
-
 def choose(
     rule: ContinuumRetention,
     history: ToolHistory,
@@ -89,10 +59,9 @@ def choose(
     wait_s: float = 0.0,
     eta: float = 1.0,
 ) -> RetentionDecision:
-    turn = FinishedTurnView(
-        program_id="p", tool=tool, history=history, context_tokens=1,
-        reload_s=reload_s, mean_evicted_wait_s=wait_s, memoryfulness=eta,
-    )  # fmt: skip
+    turn = finished_turn(
+        tool=tool, history=history, reload_s=reload_s, mean_evicted_wait_s=wait_s, memoryfulness=eta
+    )
     return rule.keep(turn, 0.0)
 
 
@@ -107,14 +76,14 @@ def brute_force(durations: list[float], benefit_s: float, max_ttl_s: float) -> f
 @given(SAMPLES, WHOLE, WHOLE, st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0]))
 def test_the_ttl_is_the_argmax(durations: list[float], reload_s: float, wait_s: float, eta: float) -> None:
     rule = ContinuumRetention(min_samples=0)
-    choice = choose(rule, history_of(bash=durations), reload_s=reload_s, wait_s=wait_s, eta=eta)
+    choice = choose(rule, tool_history(bash=durations), reload_s=reload_s, wait_s=wait_s, eta=eta)
     expected = brute_force(durations, wait_s * eta + reload_s, MAX_TTL_S)
-    assert choice == (expected, DecisionReason.THIS_TOOL if expected else DecisionReason.NOT_WORTH_IT)
+    assert choice == (expected, DecisionReason.THIS_TOOL if expected else NOT_WORTH_IT)
 
 
 def test_too_thin_a_history_falls_back_from_tool_to_all_to_exponential() -> None:
     rule = ContinuumRetention(min_samples=4)
-    history = history_of(slow=[8.0] * 4)
+    history = tool_history(slow=[8.0] * 4)
     assert choose(rule, history, tool="slow", wait_s=20.0).reason is DecisionReason.COLD_START
     history.observe("fast", 1.0)
     assert choose(rule, history, tool="slow", wait_s=20.0) == (8.0, DecisionReason.ALL_TOOLS)
@@ -136,7 +105,7 @@ def test_cold_start_is_the_optimum_for_unit_exponential_tools(
     def value(tau: float) -> float:
         return (1 - math.exp(-tau)) * benefit_s - tau
 
-    assert choice.reason is (DecisionReason.COLD_START if choice.ttl_s > 0.0 else DecisionReason.NOT_WORTH_IT)
+    assert choice.reason is (DecisionReason.COLD_START if choice.ttl_s > 0.0 else NOT_WORTH_IT)
     for step in range(200):
         assert value(choice.ttl_s) >= value(step * 0.05) - 1e-9
 
@@ -144,7 +113,7 @@ def test_cold_start_is_the_optimum_for_unit_exponential_tools(
 def test_nothing_is_ever_kept_longer_than_the_bound() -> None:
     rule = ContinuumRetention(min_samples=0)
     assert choose(rule, ToolHistory(), wait_s=1e300).ttl_s == MAX_TTL_S
-    assert choose(rule, history_of(bash=[1.0, MAX_TTL_S, 400.0, 400.0]), wait_s=1e9).ttl_s == MAX_TTL_S
+    assert choose(rule, tool_history(bash=[1.0, MAX_TTL_S, 400.0, 400.0]), wait_s=1e9).ttl_s == MAX_TTL_S
 
 
 def test_of_a_long_history_a_bounded_number_is_tried_and_the_answer_stays_close() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from finished_turns import finished_turn, tool_history
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.aeg import END
@@ -22,7 +23,6 @@ from sojourn_server.policies.policy_protocols import (
 from sojourn_server.policies.policy_views import (
     EvictionCandidateView,
     EvictionScoreScale,
-    FinishedTurnView,
     LeaseView,
     LoadAheadView,
     PrefetchView,
@@ -152,24 +152,7 @@ def test_steps_left_say_more_than_the_graph():
 # -- tool-type TTL (S4) --------------------------------------------------------------------
 
 
-def history(**durations: list[float]) -> ToolHistory:
-    made = ToolHistory()
-    for tool, all_s in durations.items():
-        for duration_s in all_s:
-            made.observe(tool, duration_s)
-    return made
-
-
-TURN = FinishedTurnView(
-    program_id=ProgramId("p"),
-    tool="bash",
-    context_tokens=1000,
-    reload_s=1.0,
-    mean_evicted_wait_s=0.0,
-    memoryfulness=1.0,
-    history=history(bash=[float(n) for n in range(1, 101)]),
-    continuation_probability=0.9,
-)
+TURN = finished_turn(history=tool_history(bash=map(float, range(1, 101))), continuation_probability=0.9)
 
 
 def test_it_is_the_95th_percentile_of_its_tool():
@@ -179,7 +162,7 @@ def test_it_is_the_95th_percentile_of_its_tool():
 @pytest.mark.parametrize(
     ("changes", "ttl_s", "reason"),
     [
-        ({"history": history(bash=[1e6] * 50)}, 300.0, DecisionReason.THIS_TOOL),
+        ({"history": tool_history(bash=[1e6] * 50)}, 300.0, DecisionReason.THIS_TOOL),
         ({"hinted_ttl_s": 900.0}, 300.0, DecisionReason.HINTED),
         ({"tool": "new"}, 95.0, DecisionReason.ALL_TOOLS),
         ({"history": ToolHistory()}, 0.0, DecisionReason.COLD_START),
@@ -227,9 +210,9 @@ def test_above_the_threshold_leases_end_in_the_eviction_order_as_far_as_needed()
 
 def test_a_short_history_has_a_log_normal_tail():
     # Logarithms 0, 1, 2: mean 1, spread 1; the 95th percentile is e^(1 + 1.645).
-    short = replace(TURN, history=history(bash=[1.0, math.e, math.e**2]))
+    short = replace(TURN, history=tool_history(bash=[1.0, math.e, math.e**2]))
     assert ToolTypeRetention().keep(short, 0.0).ttl_s == pytest.approx(math.exp(1 + 1.6449), rel=1e-3)
-    wild = replace(TURN, history=history(bash=[0.0, 1e9, 1e12]))
+    wild = replace(TURN, history=tool_history(bash=[0.0, 1e9, 1e12]))
     assert ToolTypeRetention().keep(wild, 0.0).ttl_s == pytest.approx(300.0)
 
 
@@ -275,22 +258,12 @@ def test_it_is_loaded_into_spare_blocks_where_copying_is_faster_and_the_link_is_
 def test_saga_paper_differs_in_admission_order_and_preemption():
     ours, printed = load_preset("saga"), load_preset("saga-paper")
     differing = {name for name in POLICY_CLASSES if getattr(ours, name) != getattr(printed, name)}
-    assert differing == {
-        "eviction",
-        "workflow_prediction",
-        "retention",
-        "admission",
-        "order",
-        "lease_reclaim",
-        "victim",
-    }
+    as_in_continuum = {"admission", "order", "lease_reclaim", "victim"}
+    assert differing == {"eviction", "workflow_prediction", "retention"} | as_in_continuum
     assert (ours.eviction.size, printed.eviction) == (0.0, WorkflowAwareLruEviction())
     assert ours.workflow_prediction == replace(printed.workflow_prediction, calls_tell=True)
     assert (ours.retention, printed.retention) == (ToolTypeRetention(), ToolTypeRetention(evicts=True))
     assert printed.admission == AdmissionPolicy()
     assert printed.order == QueueOrderPolicy()
     continuum = load_preset("continuum")
-    assert all(
-        getattr(ours, name) == getattr(continuum, name)
-        for name in differing - {"workflow_prediction", "eviction", "retention"}
-    )
+    assert all(getattr(ours, name) == getattr(continuum, name) for name in as_in_continuum)
