@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
+from script_modules import BENCHMARKS, benchmark
 from trace_windows import write_windows
 
 pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_arms_run_on_the_cpu_engine_and_what_needs_cuda_is_on_the_page(tmp_path: Path) -> None:
@@ -21,7 +19,7 @@ def test_arms_run_on_the_cpu_engine_and_what_needs_cuda_is_on_the_page(tmp_path:
     traces = write_windows(tmp_path / "traces.jsonl")
     command = [
         sys.executable,
-        str(BENCHMARKS / "gpu" / "engine.py"),
+        f"{BENCHMARKS}/gpu/engine.py",
         "--small",
         "--out",
         str(tmp_path),
@@ -45,12 +43,11 @@ def test_arms_run_on_the_cpu_engine_and_what_needs_cuda_is_on_the_page(tmp_path:
     assert "| vLLM + 1x (3 s) | vLLM's own connector to host memory needs CUDA |" in page
 
 
-def test_a_short_soak_leaks_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_short_soak_leaks_nothing(tmp_path: Path) -> None:
     """On real engines and gateways, for two rounds: everything comes back."""
     from rich.console import Console
 
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    soak: Any = import_module("soak")
+    soak = benchmark("soak")
     length = ["--rounds", "2", "--hours", "0.001", "--load", "8", "--seed", "24"]
     options = soak.read_options([*length, "--logs", str(tmp_path / "logs"), "--out", str(tmp_path)])
     record = soak.run(options, Console(quiet=True))

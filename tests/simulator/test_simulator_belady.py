@@ -11,8 +11,7 @@ from script_modules import benchmark
 from simulator_small_runs import SmallRun
 from simulator_small_workload import small_workload
 
-with benchmark("belady") as belady, benchmark("oracle_policies") as oracles:
-    pass
+belady, oracles = benchmark("belady"), benchmark("oracle_policies")
 
 
 def made_log(seed: int) -> Any:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 pytest.importorskip("vllm")
@@ -16,6 +13,7 @@ from sojourn_server.routing.program_estimates import MIN_FINISHED_PROGRAMS
 from sojourn_server.routing.routing_records import RoutedProgram
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
+learn = benchmark("cluster_simulation").learn
 
 
 def named(world: SmallLoop, prefix: str) -> SmallLoop:
@@ -28,13 +26,7 @@ def named(world: SmallLoop, prefix: str) -> SmallLoop:
     return world
 
 
-@pytest.fixture(scope="module")
-def learn() -> Iterator[Any]:
-    with benchmark("cluster_simulation") as module:
-        yield module.learn
-
-
-def test_what_was_seen_is_known_when_the_first_program_comes(learn: Any) -> None:
+def test_what_was_seen_is_known_when_the_first_program_comes() -> None:
     before = named(small_workload(seed=9, programs=2 * MIN_FINISHED_PROGRAMS), "before").programs
     for program in before:
         program.tenant = "t"
@@ -54,7 +46,7 @@ def test_what_was_seen_is_known_when_the_first_program_comes(learn: Any) -> None
 
 
 @pytest.mark.parametrize("policy", ["sojourn/saga", "thunderagent"])
-def test_what_was_seen_is_none_of_the_runs_programs(learn: Any, policy: str) -> None:
+def test_what_was_seen_is_none_of_the_runs_programs(policy: str) -> None:
     before = small_workload(seed=9).programs
     run = SmallCluster(
         policy, named(small_workload(seed=3), "p"), prepare=lambda simulation: learn(simulation, before)

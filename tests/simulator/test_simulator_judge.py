@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,14 +16,10 @@ from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.simulation_run import validate_specs
 from sojourn_server.simulator.simulator_policies import policy_names
 
-
-@pytest.fixture(scope="module")
-def judge() -> Iterator[ModuleType]:
-    with benchmark("judge") as module:
-        yield module
+judge = benchmark("judge")
 
 
-def cell_of(judge: ModuleType, name: str, load: str, host: float, *rows: RunRow) -> Any:
+def cell_of(name: str, load: str, host: float, *rows: RunRow) -> Any:
     return judge.Cell(name, load, host, {each.policy: judge.Figures.of(each) for each in rows})
 
 
@@ -34,7 +29,7 @@ def row(policy: str, tokens: float = 0.0, mean_s: float | None = None) -> RunRow
     return msgspec.structs.replace(made, policy=policy, output_tok_per_s=tokens, completion_s=completion_s)
 
 
-def test_a_share_of_the_grid_has_every_value_of_every_dimension(judge: ModuleType) -> None:
+def test_a_share_of_the_grid_has_every_value_of_every_dimension() -> None:
     workloads = ["a", "b", "c", "d", "e", "f", *judge.SYNTHETIC]
     points = judge.grid(workloads)
     assert len(points) == len(set(points)) == 10 * 8 * 3 * 2
@@ -47,7 +42,7 @@ def test_a_share_of_the_grid_has_every_value_of_every_dimension(judge: ModuleTyp
     assert len({(p.load, p.host) for p in tenth}) >= 18, "not the same pairs again and again"
 
 
-def test_every_policy_of_the_grid_exists_and_can_run(judge: ModuleType) -> None:
+def test_every_policy_of_the_grid_exists_and_can_run() -> None:
     known = {*policy_names(), *preset_names()}
     [point] = [
         p for p in judge.grid(["synthetic:continuum-bfcl"]) if p.load.name == "bursts" and p.host == 1
@@ -65,7 +60,7 @@ def test_every_policy_of_the_grid_exists_and_can_run(judge: ModuleType) -> None:
     assert judge.policies_of(1.0, ["mori"]) == ["sojourn", "stock", "mori"]
 
 
-def test_the_runs_of_policies_without_host_memory_are_shared(judge: ModuleType) -> None:
+def test_the_runs_of_policies_without_host_memory_are_shared() -> None:
     specs = {}
     for point in judge.grid(["synthetic:continuum-bfcl"]):
         if point.load.name == "closed 20" and point.hardware == "h200":
@@ -74,7 +69,7 @@ def test_the_runs_of_policies_without_host_memory_are_shared(judge: ModuleType) 
     assert specs[0.0]["sojourn"] != specs[2.0]["sojourn"]
 
 
-def test_the_capacity_is_programs_not_tokens(judge: ModuleType) -> None:
+def test_the_capacity_is_programs_not_tokens() -> None:
     spec = judge.RunSpec(policy="unlimited", workload="synthetic:continuum-bfcl")
     programs = judge.load_programs(spec.workload, 0)
     tokens = sum(turn.output_tokens for program in programs for turn in program.turns)
@@ -82,7 +77,7 @@ def test_the_capacity_is_programs_not_tokens(judge: ModuleType) -> None:
 
 
 def test_a_changed_policy_runs_again_at_the_same_arrival_rates_and_the_others_do_not(
-    judge: ModuleType, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     points = judge.grid(["synthetic:continuum-bfcl"])
     point = next(p for p in points if p.load.name == "open 0.95" and p.host == 1)
@@ -90,7 +85,7 @@ def test_a_changed_policy_runs_again_at_the_same_arrival_rates_and_the_others_do
         msgspec.structs.replace(row(name, mean_s=100.0), rate_per_s=0.25)
         for name in ("sojourn", "sojourn-oracle", "stock", "mori")
     ]
-    earlier = cell_of(judge, point.name, "open 0.95", 1.0, *rated)
+    earlier = cell_of(point.name, "open 0.95", 1.0, *rated)
     ran = []
 
     def run(specs: list[Any], options: Any) -> list[RunRow]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,17 +14,11 @@ from script_modules import benchmark
 from sojourn_server.simulator.event_queue import EventQueue
 from sojourn_server.simulator.workloads.program_plans import ProgramPlan, ProgramPlanner
 
-with benchmark("stated_hints") as stated_hints:
-    ALL = (*stated_hints.HOSTILE, "aeg")
+hint_value, stated_hints = benchmark("hint_value"), benchmark("stated_hints")
+ALL = (*stated_hints.HOSTILE, "aeg")
 
 
-@pytest.fixture(scope="module")
-def hint_value() -> Iterator[ModuleType]:
-    with benchmark("hint_value") as module:
-        yield module
-
-
-def plans_of(hint_value: ModuleType, load: str) -> list[ProgramPlan]:
+def plans_of(load: str) -> list[ProgramPlan]:
     planner = ProgramPlanner(hint_value.LOADS[load].draw(0))
     return [planner.plan(number) for number in range(len(planner))]
 
@@ -42,8 +34,8 @@ def numbers(plan: ProgramPlan, **setting: Any) -> list[float]:
     return [one.context()["sojourn"]["expected_steps_left"] for _ in plan.plans]
 
 
-def test_true_hints_say_what_follows_and_only_what_is_asked_for(hint_value: ModuleType) -> None:
-    plan = plans_of(hint_value, "branches")[0]
+def test_true_hints_say_what_follows_and_only_what_is_asked_for() -> None:
+    plan = plans_of("branches")[0]
     turns = len(plan.plans)
     one = client(plan, stated=ALL)
     events = one.start_events()
@@ -54,7 +46,7 @@ def test_true_hints_say_what_follows_and_only_what_is_asked_for(hint_value: Modu
     assert [context["sojourn"]["final"] for context in contexts] == [False] * (turns - 1) + [True]
     assert [context["sojourn"]["node"] for context in contexts[:2]] == ["plan", "work"]
     assert contexts[0]["expected_output_length"] == 800
-    run = plans_of(hint_value, "known tools")[0].tool_runs(0)[0]
+    run = plans_of("known tools")[0].tool_runs(0)[0]
     assert one.tool_start("c", run)["expected_s"] == run.s
     silent = client(plan)
     assert silent.context() == {"step_id": "1", "sojourn": {"agent_type": "a", "node": "agent"}}
@@ -62,22 +54,20 @@ def test_true_hints_say_what_follows_and_only_what_is_asked_for(hint_value: Modu
     assert client(plan, ends=False).end_events() == []
 
 
-def test_liars_state_what_would_help_them_and_the_others_the_truth(hint_value: ModuleType) -> None:
-    for plan in plans_of(hint_value, "step limits"):
+def test_liars_state_what_would_help_them_and_the_others_the_truth() -> None:
+    for plan in plans_of("step limits"):
         true, half = numbers(plan), numbers(plan, quality="half")
         assert half in ([left / 2 for left in true], [left * 2 for left in true])
         lies = stated_hints.HintSetting(quality="hostile", liars=0.5).lies(plan.instance_id)
         assert numbers(plan, quality="hostile", liars=0.5) == ([0.0] * len(true) if lies else true)
-    plan = plans_of(hint_value, "branches")[0]
+    plan = plans_of("branches")[0]
     graph = client(plan, stated=ALL, quality="hostile").start_events()[1]["graph"]
     assert {("work", "work"), ("join", "join")} <= {(one["source"], one["target"]) for one in graph["edges"]}
 
 
 @pytest.mark.engine
 @pytest.mark.filterwarnings("default")
-def test_a_turn_waits_for_the_last_of_its_sub_agents(
-    hint_value: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_waits_for_the_last_of_its_sub_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the engine accepts every hint, true or not."""
     logs = []
     run_simulation, setting = hint_value.run_simulation, hint_value.setting

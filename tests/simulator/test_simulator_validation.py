@@ -15,9 +15,7 @@ from script_modules import benchmark
 from sojourn_server.traces.prompt_builder import plan_turns, recomputed_tokens
 from sojourn_server.traces.trace_schema import TraceProgram, TraceTurn
 
-with benchmark("simulator_validation") as truth:
-    pass
-
+truth = benchmark("simulator_validation")
 BLOCK = 16
 
 

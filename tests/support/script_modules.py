@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+BENCHMARKS = str(ROOT / "benchmarks")
 
 
 def load_script(path: str) -> Any:
@@ -24,12 +24,8 @@ def load_script(path: str) -> Any:
     return script
 
 
-@contextmanager
-def benchmark(name: str) -> Iterator[Any]:
-    """Yield a script of benchmarks/. Inside the ``with`` block it can import the other scripts there."""
-    folder = str(ROOT / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        yield importlib.import_module(name)
-    finally:
-        sys.path.remove(folder)
+def benchmark(name: str) -> Any:
+    """Import a script of benchmarks/, which can import the other scripts there from then on."""
+    if BENCHMARKS not in sys.path:
+        sys.path.append(BENCHMARKS)
+    return importlib.import_module(name)
