@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from sojourn_server.kv_offload.shared_store import KvIdentity, SharedStore
+from sojourn_server.launch import kv_options
 from sojourn_server.launch.engine_flags import InvalidOption
 from sojourn_server.launch.kv_options import (
     GIB,
@@ -73,6 +74,17 @@ def test_the_store_of_a_pair_is_there(tmp_path: Path) -> None:
         pair(tmp_path / "store")
     assert "mount it" in refused.value.next_step
     assert pair(tmp_path) == []
+
+
+def test_host_memory_and_buffers_of_a_pair_are_checked_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = MachineMemory(8 * GIB, 8 * GIB, "this machine")
+    monkeypatch.setattr(kv_options, "read_memory", lambda: memory)
+    wanted = PrefillDecodeOptions(role="prefill", store=str(tmp_path), buffer_gib=4)
+    assert check_machine(KvOffloadOptions(host_gib="4"), wanted, "0.32.0", WEIGHTS) == []
+    with pytest.raises(InvalidOption, match="--kv-host-gib plus --kv-buffer-gib is 9; expected at most"):
+        check_machine(KvOffloadOptions(host_gib="5"), wanted, "0.32.0", WEIGHTS)
 
 
 # -- memory ----------------------------------------------------------------------------

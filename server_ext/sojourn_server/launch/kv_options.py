@@ -265,13 +265,13 @@ def check_machine(
     for flag, folder in (("--kv-disk", tiers.disk), ("--kv-store", pair.store)):
         if folder is not None:
             _check_store(flag, folder, vllm_version, weights, workers)
-    memory = read_memory()
-    return [note for flag, gib in sizes.items() if gib for note in check_host_memory(gib, memory, flag)]
+    given = {flag: gib for flag, gib in sizes.items() if gib}
+    return check_host_memory(sum(given.values()), read_memory(), " plus ".join(given))
 
 
 def check_host_memory(host_gib: float, memory: MachineMemory, flag: str) -> list[str]:
-    """Return a note if ``host_gib`` exceeds the available memory, else an empty list. Raises
-    ``InvalidOption`` if ``host_gib`` exceeds the total memory."""
+    """Return a note if ``host_gib``, the value of ``flag``, exceeds the available memory, else an empty list.
+    Raises ``InvalidOption`` if it exceeds the total memory."""
     total, available = (f"{size / GIB:.2f} GiB" for size in (memory.total_bytes, memory.available_bytes))
     if host_gib * GIB > memory.total_bytes:
         raise InvalidOption(
