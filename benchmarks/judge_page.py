@@ -9,7 +9,7 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from result_pages import marked
+from result_pages import marked, number
 from sojourn_server.simulator.report.run_row import RunRow
 
 if TYPE_CHECKING:
@@ -198,10 +198,10 @@ def _cell_line(cell: Cell) -> list[str]:
     best = cell.best()
     ended = [str(cell.rows[name].programs_finished) for name in (OURS, best)]
     return [
-        cell.name, _number(cell.ratio(OURS, best)), best, _number(cell.ratio(OURS, STOCK)),
-        *(_number(cell.ratio(OURS, limit)) for limit in BOUNDS), " / ".join(ended) if cell.is_closed else "–",
-        _number(cell.over_best("ended_work_s") if cell.is_closed else None),
-        *(_number(None if cell.is_closed else cell.over_best(f"slowdown_{at}")) for at in ("p95", "p99")),
+        cell.name, number(cell.ratio(OURS, best)), best, number(cell.ratio(OURS, STOCK)),
+        *(number(cell.ratio(OURS, limit)) for limit in BOUNDS), " / ".join(ended) if cell.is_closed else "–",
+        number(cell.over_best("ended_work_s") if cell.is_closed else None),
+        *(number(None if cell.is_closed else cell.over_best(f"slowdown_{at}")) for at in ("p95", "p99")),
         f"{cell.rows[OURS].recomputed_share:.1%}",
     ]  # fmt: skip
 
@@ -225,7 +225,7 @@ def aims(cells: Sequence[Cell]) -> list[list[str]]:
     def best_single(figure: str, wanted: float) -> list[str]:
         single, factor = _over_best_single(closed, figure)
         name = f"closed loop: {TITLES[figure]}, geometric mean over the best single preset ({single})"
-        return [name, f"≥ {wanted}", _number(factor), "–"]
+        return [name, f"≥ {wanted}", number(factor), "–"]
 
     return [
         *(
@@ -300,10 +300,6 @@ def _without_host(name: str) -> str:
     """Name that a policy shares with its variant for host memory, because a user chooses one of the two."""
     name = name.removesuffix("+host").removesuffix("-offload")
     return STOCK if name == "lru" else name
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
 
 
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -41,6 +41,11 @@ def less(value: float, than: float) -> str:
     return f"{value / than - 1:+.0%}" if than else "–"
 
 
+def number(value: float | None) -> str:
+    """Return a number with two decimals, as text; a dash for none."""
+    return "–" if value is None else f"{value:.2f}"
+
+
 def write_page(path: Path, generated: str, first_words: str) -> None:
     """Write ``generated`` to ``path``, with hand-written text in the place of ``{by hand}``.
 

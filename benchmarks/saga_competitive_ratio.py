@@ -23,7 +23,7 @@ from pathlib import Path
 
 from belady import AccessRecorder, recomputed_tokens
 from kept_runs import chosen, row_and_log, row_of, run_arguments, run_kept
-from result_pages import Result, marked
+from result_pages import Result, marked, number
 from rich.console import Console
 from sojourn_server.simulator.report.results_file import document
 from sojourn_server.simulator.report.run_metrics import summarize_run, trace_name
@@ -195,14 +195,14 @@ def page(found: dict[str, list[Size]], policies: Sequence[str]) -> list[str]:
             ["trace", "pool, tokens", "lru", "prefix-lru", *policies],
             [
                 [
-                    name, f"{size.pool_tokens:,}", _text(size.lru), _text(size.prefix_lru),
-                    *(_text(_ratio(size, policy)) for policy in policies),
+                    name, f"{size.pool_tokens:,}", number(size.lru), number(size.prefix_lru),
+                    *(number(_ratio(size, policy)) for policy in policies),
                 ]
                 for name, size in run_at
             ],
         ),
         f"Geometric mean, what is below {LEAST} counted as that: "
-        f"{', '.join(f'{policy} {_text(_mean(found, policy))}' for policy in policies)}.",
+        f"{', '.join(f'{policy} {number(_mean(found, policy))}' for policy in policies)}.",
         "## All sizes",
         marked(
             ["trace", "programs/s", "cut", "pool, tokens", "again, LRU", "of prompts", "LRU ÷ Bélády"],
@@ -211,7 +211,7 @@ def page(found: dict[str, list[Size]], policies: Sequence[str]) -> list[str]:
                     name, f"{size.stock.rate_per_s:.3g}", f"{size.stock.programs_cut}",
                     f"{size.pool_tokens:,}",
                     f"{size.stock.regenerated_tokens:,}",
-                    f"{size.stock.regenerated_tokens / size.stock.prompt_tokens:.1%}", _text(size.lru),
+                    f"{size.stock.regenerated_tokens / size.stock.prompt_tokens:.1%}", number(size.lru),
                 ]
                 for name, sizes in found.items() for size in sizes
             ],
@@ -229,10 +229,6 @@ def _ratio(size: Size, policy: str) -> float | None:
 def _mean(found: dict[str, list[Size]], policy: str) -> float | None:
     ratios = [r for sizes in found.values() for size in sizes if (r := _ratio(size, policy)) is not None]
     return math.exp(sum(math.log(max(LEAST, r)) for r in ratios) / len(ratios)) if ratios else None
-
-
-def _text(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from kept_runs import run_arguments, run_kept  # noqa: E402
 from pd_cluster import CALIBRATION_JCT_S, PD_MODELS, PdCluster  # noqa: E402
 from pd_simulation import PD_SYSTEMS, PdOutcome, PdSpec, run_prefill_decode  # noqa: E402
-from result_pages import Result, marked  # noqa: E402
+from result_pages import Result, marked, number  # noqa: E402
 
 TTFT_SLO_S, TPOT_SLO_S = 4.0, 0.05
 """DualPath's SLO (§7.4): maximum of the mean TTFT, and of the mean TPOT."""
@@ -120,10 +120,6 @@ def seen(outcome: PdOutcome) -> list[str]:
     ]
 
 
-def ratio(value: float | None) -> str:
-    return f"{value:.2f}" if value else "–"
-
-
 def busy_nics(outcome: PdOutcome) -> str:
     return " ".join(f"{share:.0%}" for share in outcome.nic_busy)
 
@@ -150,7 +146,7 @@ def scale_table(bench: Bench) -> list[str]:
         [
             TITLES[few.system], seconds(few), seconds(many),
             f"{(many.turns / many.virtual_s) / (few.turns / few.virtual_s):.1f}×",
-            ratio(many.nic_max_over_mean), f"{many.turns / 1e6:.2f} M", f"{many.cpu_s:,.0f} s",
+            number(many.nic_max_over_mean), f"{many.turns / 1e6:.2f} M", f"{many.cpu_s:,.0f} s",
             f"{1e6 * many.cpu_s / many.turns:.0f} µs",
         ]
         for few, many in zip(small, large, strict=True)
@@ -177,7 +173,7 @@ def ablation_table(bench: Bench) -> list[str]:
         [
             TITLES[mine[-1].system], *map(seconds, mine),
             *(f"{of[0].virtual_s / each.virtual_s:.2f}×" for of, each in zip(by_size, mine, strict=True)),
-            ratio(mine[-1].nic_max_over_mean), busy_nics(mine[-1]),
+            number(mine[-1].nic_max_over_mean), busy_nics(mine[-1]),
             f"{mine[-1].prefill_busy:.0%}",
         ]
         for mine in zip(*by_size, strict=True)
@@ -203,7 +199,7 @@ def links_table(bench: Bench) -> list[str]:
     ):
         outcomes = bench.compare("links", names, model=model, nodes=nodes, agents=size)
         lines.append(
-            [f"{model}, {outcomes[0].cluster}", *(ratio(each.nic_max_over_mean) for each in outcomes),
+            [f"{model}, {outcomes[0].cluster}", *(number(each.nic_max_over_mean) for each in outcomes),
              *(f"{max(each.nic_busy):.0%}" for each in outcomes)]
         )  # fmt: skip
     text = (
