@@ -8,7 +8,7 @@ its content hash and a suffix for its group. Plain Python, without vLLM.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,6 +16,14 @@ from .offload_jobs import BlockKey
 
 HasBlock = Callable[[BlockKey], bool]
 """A function that returns whether a block is available."""
+
+
+def subtract(users: Counter[BlockKey], keys: Iterable[BlockKey]) -> None:
+    """Take one user from each of ``keys``. A key without a user is removed."""
+    for key in keys:
+        users[key] -= 1
+        if not users[key]:
+            del users[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +189,4 @@ class ContextEnds:
             self._remove((kind, program_id))
 
     def _remove(self, end: tuple[str | bytes, ...]) -> None:
-        for key in self._ends.pop(end, ()):
-            self._users[key] -= 1
-            if not self._users[key]:
-                del self._users[key]
+        subtract(self._users, self._ends.pop(end, ()))

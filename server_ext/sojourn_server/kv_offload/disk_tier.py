@@ -3,8 +3,8 @@
 To spill is to write a block from host memory to disk. To stage is to read it back into host memory. To probe
 is to ask the store which blocks it has. Other engines write and delete files of the same store, so what is
 known of the disk is a guess. Two rules cover a disk that is full, broken or slow. A write that fails is
-counted, and not repeated for this copy. A block that cannot be read in time is computed again. While a disk
-``hangs``, it is asked nothing new, and no request waits for it.
+counted, and not repeated until it is ordered again. A block that cannot be read in time is computed again.
+While a disk ``hangs``, it is asked nothing new, and no request waits for it.
 """
 
 from __future__ import annotations

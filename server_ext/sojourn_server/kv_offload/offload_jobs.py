@@ -161,9 +161,7 @@ class OffloadStats:
     """Totals of an engine's results, and the recent speed of each direction."""
 
     def __init__(self) -> None:
-        self._seconds = dict.fromkeys(TRANSFER_DIRECTIONS, 0.0)
-        self._bytes: Counter[str] = Counter()
-        self._waited_s = 0.0
+        self._total = OffloadResults()
         self._newest: dict[str, deque[tuple[float, float, int]]] = {
             lane: deque(maxlen=SPEED_SAMPLES) for lane in TRANSFER_DIRECTIONS
         }
@@ -173,10 +171,10 @@ class OffloadStats:
         """Add the combined results of an engine's workers (``RankResults.add``). ``now``: seconds on the
         clock that ``seconds_a_byte`` uses too."""
         for lane, seconds in results.seconds.items():
-            self._seconds[lane] += seconds
+            self._total.seconds[lane] += seconds
             self._newest[lane].append((now, seconds, results.moved_bytes.get(lane, 0)))
-        self._bytes.update(results.moved_bytes)
-        self._waited_s += results.waited_s
+        self._total.moved_bytes.update(results.moved_bytes)
+        self._total.waited_s += results.waited_s
 
     def seconds_a_byte(self, lane: str, now: float) -> float | None:
         """Return the recent seconds per byte in the direction ``lane``; ``None`` without a recent copy."""
@@ -193,10 +191,11 @@ class OffloadStats:
         ``overlapped``    share of the time of these copies in which no forward pass waited; ``None``
                           before the first copy
         """
-        copied_s = self._seconds["to_host"] + self._seconds["to_device"]
+        seconds, moved_bytes, waited_s = self._total.seconds, self._total.moved_bytes, self._total.waited_s
+        copied_s = seconds["to_host"] + seconds["to_device"]
         return {
-            "moved_bytes": {lane: self._bytes[lane] for lane in TRANSFER_DIRECTIONS},
-            "seconds": {lane: round(seconds, 6) for lane, seconds in self._seconds.items()},
-            "waited_s": round(self._waited_s, 6),
-            "overlapped": round(1.0 - min(1.0, self._waited_s / copied_s), 4) if copied_s else None,
+            "moved_bytes": {lane: moved_bytes[lane] for lane in TRANSFER_DIRECTIONS},
+            "seconds": {lane: round(seconds[lane], 6) for lane in TRANSFER_DIRECTIONS},
+            "waited_s": round(waited_s, 6),
+            "overlapped": round(1.0 - min(1.0, waited_s / copied_s), 4) if copied_s else None,
         }

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from typing import NamedTuple
 
-from .context_keys import ContextEnds, ContextKeys
+from .context_keys import ContextEnds, ContextKeys, subtract
 from .disk_tier import DiskTier, TierLimits
 from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
 from .offload_jobs import BlockCopy, BlockKey, CopyResult, OffloadJobs, OffloadResults
@@ -195,11 +195,8 @@ class OffloadScheduler:
         keys = self._wanted_by.pop(owner, None)
         if keys is None:
             return False
-        self.wanted.subtract(keys)
-        free = [key for key in keys if not self.wanted[key]]
-        for key in free:
-            self.wanted.pop(key, None)  # ``keys`` may repeat a key
-        self.set_rank(free, rank, only=_WANTED)
+        subtract(self.wanted, keys)
+        self.set_rank([key for key in keys if key not in self.wanted], rank, only=_WANTED)
         return True
 
     def persist(
@@ -309,13 +306,12 @@ class OffloadScheduler:
     def loadable(self, keys: Sequence[BlockKey]) -> int:
         """Return how many leading ``keys`` ``load_ahead`` can load now. A key can be loaded if its copy in
         host memory is complete and no other load is copying it to the device."""
-        count = 0
-        for key in keys:
+
+        def is_loadable(key: BlockKey) -> bool:
             entry = self.host.get(key)
-            if entry is None or entry.job is not None or key in self._loading:
-                break
-            count += 1
-        return count
+            return entry is not None and entry.job is None and key not in self._loading
+
+        return sum(1 for _ in takewhile(is_loadable, keys))
 
     def load_ahead(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> str:
         """Plan to copy blocks from host memory to the device before a request needs them. All ``keys`` must
@@ -473,10 +469,7 @@ class OffloadScheduler:
 
     def _end_load(self, name: str) -> Load:
         load = self.loads.pop(name)
-        for entry in load.entries:
-            self._loading[entry.key] -= 1
-            if not self._loading[entry.key]:
-                del self._loading[entry.key]
+        subtract(self._loading, [entry.key for entry in load.entries])
         self.host.release(load.entries)
         return load
 
