@@ -77,6 +77,14 @@ def engine(
     return DecodeEngine(number, StorageNic(1.0), 0, free, free, tokens, requests, most)
 
 
+def prefill_engines(tokens: tuple[int, ...], queue_s: tuple[float, ...]) -> list[PrefillEngine]:
+    """Engines with so many tokens, and so many seconds of reads at the time 5."""
+    return [
+        PrefillEngine(number, StorageNic(1.0, busy_until_s=5.0 + busy_s), count)
+        for number, (count, busy_s) in enumerate(zip(tokens, queue_s, strict=True))
+    ]
+
+
 def test_z_is_an_even_share_and_a_bit() -> None:
     engines = [engine(0, 30, 100), engine(1, 30, 50)]
     assert high_token_threshold(engines, [request(0, 50)], 1.05) == pytest.approx(105.0)
@@ -129,10 +137,7 @@ def test_phase_2(case: str, engines: list[tuple[int, ...]], chosen: int | None) 
 def test_the_three_classes_of_prefill_engines(
     case: str, tokens: tuple[int, ...], queue_s: tuple[float, ...], chosen: int | None
 ) -> None:
-    engines = [
-        PrefillEngine(number, StorageNic(1.0, busy_until_s=5.0 + busy_s), count)
-        for number, (count, busy_s) in enumerate(zip(tokens, queue_s, strict=True))
-    ]
+    engines = prefill_engines(tokens, queue_s)
     found = choose_prefill(engines, request(0, 10), short_queue_s=3.0, most_tokens=100, now=5.0)
     assert (found.name if found is not None else None) == chosen, case
 
@@ -150,10 +155,7 @@ def test_the_three_classes_of_prefill_engines(
 def test_a_program_returns_to_the_engine_that_has_its_context(
     case: str, tokens: tuple[int, ...], queue_s: tuple[float, ...], blocks: int, chosen: int
 ) -> None:
-    engines = [
-        PrefillEngine(number, StorageNic(1.0, busy_until_s=5.0 + busy_s), count)
-        for number, (count, busy_s) in enumerate(zip(tokens, queue_s, strict=True))
-    ]
+    engines = prefill_engines(tokens, queue_s)
     returns = PdRequest(0, 60, blocks, home=0, home_tokens=50)
     found = choose_prefill(engines, returns, short_queue_s=3.0, most_tokens=100, now=5.0)
     assert found is engines[chosen], case

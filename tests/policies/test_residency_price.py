@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,18 +46,17 @@ def acting(name: str, blocks: int, durations: tuple[float, ...], since_s: float 
 
 
 def view_of(
-    *programs: ProgramTierView, device: int = 20, host: int = 0, load_s: float | None = None,
-    queue_s: float = 0.0, shortage_s: float = NOW, overdue_s: float = float("-inf"),
-    hold_cost: float = 0.0,
+    *programs: ProgramTierView, device: int = 20, untracked: int = 0, host: int = 0,
+    load_s: float | None = None, queue_s: float = 0.0, shortage_s: float = NOW,
+    overdue_s: float = float("-inf"), **more: Any,
 ) -> PlacementView:  # fmt: skip
     groups = {tier: [each for each in programs if each.tier is tier] for tier in Tier}
     return PlacementView(
-        device=TierCapacity(capacity_blocks=device),
+        device=TierCapacity(capacity_blocks=device, untracked_blocks=untracked),
         host=TierCapacity(capacity_blocks=host, load_s_per_block=load_s, load_queue_s=queue_s),
         disk=TierCapacity(capacity_blocks=0),
         on_device=groups[DEVICE], on_host=groups[HOST], on_disk=groups[DISK], waiting=groups[WAITING],
-        last_shortage_s=shortage_s, last_overdue_promotion_s=overdue_s,
-        hold_cost=hold_cost,
+        last_shortage_s=shortage_s, last_overdue_promotion_s=overdue_s, **more,
     )  # fmt: skip
 
 
@@ -207,7 +205,6 @@ def test_where_computing_delays_many_a_place_is_worth_more() -> None:
 def test_a_device_without_time_for_one_more_gains_nothing_by_it() -> None:
     running = program("r", DEVICE, REASONING, 1)
     tool, waiting = acting("a", 15, (20.0,)), program("b", WAITING, READY, 10)
-    groups: dict[str, Any] = {"on_device": [running, tool], "waiting": [waiting]}
     # With steps that grow with each request, one more program only slows the others.
     for prefill_share, kv_read_share, moved in (
         (0.0, 0.0, True),
@@ -215,12 +212,8 @@ def test_a_device_without_time_for_one_more_gains_nothing_by_it() -> None:
         (0.0, 1.0, False),
         (0.0, 0.3, True),
     ):
-        view = PlacementView(
-            device=TierCapacity(capacity_blocks=20),
-            host=TierCapacity(capacity_blocks=0), disk=TierCapacity(capacity_blocks=0),
-            prefill_share=prefill_share, kv_read_share=kv_read_share, **groups,
-        )  # fmt: skip
-        assert bool(ResidencyPricePlacement().moves(view, NOW)) is moved
+        shares = {"prefill_share": prefill_share, "kv_read_share": kv_read_share}
+        assert bool(answer(running, tool, waiting, **shares)) is moved
 
 
 def test_where_computing_again_is_cheap_no_program_waits_for_contexts_or_for_growth() -> None:
@@ -320,10 +313,10 @@ def test_a_new_program_begins_only_where_no_context_must_be_dropped_later() -> N
         moves = answer(grows, *below, new, host=host, load_s=0.01, shortage_s=float("-inf"))
         assert ("b" in moves) is begins
     # A prior alone keeps nothing out: before enough turns were observed, nothing is reserved without a loss.
-    view = view_of(program("r", DEVICE, REASONING, 10, peak=20), *below, new, host=20, load_s=0.01,
-                   shortage_s=float("-inf"))  # fmt: skip
+    grows = program("r", DEVICE, REASONING, 10, peak=20)
+    never: dict[str, Any] = {"host": 20, "load_s": 0.01, "shortage_s": float("-inf")}
     for observed in (True, False):
-        moves = ResidencyPricePlacement().moves(replace(view, growth_observed=observed), NOW)
+        moves = answer(grows, *below, new, growth_observed=observed, **never)
         assert bool(moves) is not observed
     # So must what the new program is expected to grow, 0.7 of 20 blocks.
     grows_too = program("b", WAITING, READY, 10, peak=30)
@@ -560,8 +553,7 @@ def test_an_overdue_program_does_not_keep_others_out_while_it_waits_for_a_long_t
 @pytest.mark.parametrize("untracked", [0, 19, 20, 30])
 def test_one_program_enters_beside_requests_without_a_program_that_fill_the_device(untracked: int) -> None:
     waiting = [program(f"w{number}", WAITING, READY, 18) for number in range(5)]
-    view = replace(view_of(*waiting), device=TierCapacity(capacity_blocks=20, untracked_blocks=untracked))
-    assert len(ResidencyPricePlacement().moves(view, NOW)) == 1
+    assert len(answer(*waiting, untracked=untracked)) == 1
 
 
 def test_the_example_of_the_documentation() -> None:
@@ -576,18 +568,11 @@ def test_the_example_of_the_documentation() -> None:
         (0.0, 1000, 0.00003, True),
     ):
         tool = acting("a", 600, calls_s, NOW - elapsed_s, rebuild_s=3.0)
-        view = PlacementView(
-            device=TierCapacity(capacity_blocks=1000),
-            host=TierCapacity(capacity_blocks=host, load_s_per_block=0.0002),
-            disk=TierCapacity(capacity_blocks=0),
-            on_device=[tool, *others],
-            waiting=[waiting],
-            prefill_share=0.5,
-            kv_read_share=0.5,
-        )
-        answer = {move.program_id: move for move in ResidencyPricePlacement().moves(view, NOW)}
-        assert ("b" in answer) is moves
+        found = answer(
+            tool, *others, waiting,
+            device=1000, host=host, load_s=0.0002, prefill_share=0.5, kv_read_share=0.5,
+        )  # fmt: skip
+        assert ("b" in found) is moves
         if moves:
-            assert dict(answer[tool.program_id].terms) == pytest.approx(
-                {"hold_value": hold, "price": 0.0005}, rel=0.05
-            )
+            terms = {"hold_value": hold, "price": 0.0005}
+            assert dict(found[tool.program_id].terms) == pytest.approx(terms, rel=0.05)
