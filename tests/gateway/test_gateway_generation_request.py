@@ -92,11 +92,6 @@ def test_only_what_is_needed_is_read_of_a_request_and_the_rest_stays_when_it_cha
     assert b'"vllm_xargs":{"x":1}' in without
 
 
-def test_a_hint_that_cannot_be_read_leaves_the_header() -> None:
-    question = parsed({"vllm_xargs": {"agentic_context": "{"}}, session="header")
-    assert (question.program, question.has_identity) == (ClientIdentity("header"), True)
-
-
 @pytest.mark.parametrize(
     ("api", "own", "header", "beside", "expected"),
     [

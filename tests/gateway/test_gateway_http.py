@@ -21,12 +21,6 @@ from sojourn_server.routing.routing_limits import RoutingLimits
 IN_TURN = 'routing = "round-robin"'
 
 
-def hint(program: str, **more: Any) -> dict[str, Any]:
-    own = more.pop("sojourn", None)
-    context = {"program_id": program, **more, **({"sojourn": own} if own is not None else {})}
-    return {"vllm_xargs": {"agentic_context": json.dumps(context)}}
-
-
 async def test_a_request_arrives_as_it_was_sent_but_for_headers_of_the_connection() -> None:
     async with engines(1) as fakes, world(fakes, engine_key="engines") as it:
         body = '{"model": "tiny",  "messages": [], "ü": "\\u00fc"}'.encode()
@@ -85,15 +79,6 @@ async def test_models_and_tokens_are_any_engines_answer() -> None:
             assert answer.status == 404
 
 
-async def test_the_hint_names_the_program_and_its_end() -> None:
-    async with engines(2) as fakes, world(fakes) as it:
-        await it.chat("header", **hint("hinted", sojourn={"agent_type": "coder"}))
-        assert await it.home("hinted") is not None
-        assert await it.home("header") is None
-        await it.chat(**hint("hinted", sojourn={"final": True}))
-        assert await it.home("hinted") is None
-
-
 # -- faults -----------------------------------------------------------------------
 
 
@@ -135,18 +120,6 @@ async def test_when_no_engine_answers_the_request_says_so_and_when_to_come_back(
         assert int(answer.headers["Retry-After"]) >= 1
         assert answer.headers["X-Sojourn-Gateway"] == "1"
         assert (await answer.json())["error"]["code"] == "no_room"
-
-
-async def test_a_client_that_goes_away_stops_its_request() -> None:
-    async with engines(1) as fakes, world(fakes) as it:
-        fakes[0].hold = asyncio.Event()
-        asking = asyncio.ensure_future(it.chat("p"))
-        await until(lambda: fakes[0].requests)
-        asking.cancel()
-        await until(lambda: fakes[0].gave_up == 1)
-        await until(lambda: not any(state.in_flight for state in it.gateway.routing_backend.replicas()))
-        counted = it.gateway.metrics.registry.get_sample_value
-        await until(lambda: counted("sojourn_gateway_client_disconnects_total") == 1)
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -312,17 +285,6 @@ async def test_events_go_to_the_replica_of_their_program_in_their_order() -> Non
         assert by_name[homes["p"]].of("p") == ["tool_start", "tool_start"]
         assert by_name[homes["q"]].of("q") == ["tool_start"]
         assert by_name[homes["p"]].of("q") == []
-
-
-async def test_where_engines_check_keys_a_wrong_one_ends_no_program() -> None:
-    async with engines(1, key="right") as fakes, world(fakes) as it:
-        assert (await it.chat("p", key="right")).status == 200
-        end = {"type": "program_end", "program_id": "p", "seq": 1}
-        outcomes = await it.events(end, key="wrong")
-        assert outcomes[0]["outcome"] == "rejected"
-        assert await it.home("p") is not None
-        assert (await it.events({**end, "seq": 2}, key="right"))[0]["outcome"] == "applied"
-        assert await it.home("p") is None
 
 
 async def test_only_an_operator_drains_and_switches_the_policy() -> None:

@@ -150,6 +150,8 @@ async def test_a_client_that_leaves_in_a_leg_ends_it(leg: str) -> None:
         await until(lambda: engine.gave_up == 1)
         assert bool(decode.requests) is (leg == "second")
         assert not core_of(it).programs, "it never had an answer"
+        counted = it.gateway.metrics.registry.get_sample_value
+        await until(lambda: counted("sojourn_gateway_client_disconnects_total") == 1)
 
 
 # -- what an operator does and sees -----------------------------------------------------

@@ -222,6 +222,7 @@ async def test_an_end_that_an_engine_does_not_know_or_take_names_its_program() -
         assert await it.events({**end, "program_id": "p"}) == [
             {"outcome": "rejected", "reason": "the engine refuses this key", "program_id": "p", "seq": 3}
         ]
+        assert await it.home("p") is not None
         fakes[0].key, fakes[0].deaf = None, True
         assert await it.events({**end, "program_id": "q"}) == [
             {"outcome": "deferred", "reason": "its replica receives it later", "program_id": "q", "seq": 3}
