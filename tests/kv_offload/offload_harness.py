@@ -19,6 +19,7 @@ from kv_blocks import identity
 from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block_rows
 from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
 from sojourn_server.kv_offload.disk_tier import TierLimits
+from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.kv_offload.kv_pages import KvPages
 from sojourn_server.kv_offload.offload_jobs import OffloadJobs
 from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler
@@ -206,7 +207,8 @@ def nothing_is_pinned(planner: OffloadScheduler) -> bool:
 
 
 def check_accounts(planner: OffloadScheduler) -> None:
-    """Check that no slot is used twice, and that pins, idle and dirty entries are what they should be."""
+    """Check that no slot is used twice, and that pins, idle and dirty entries are what they should be. Those
+    that wait for their write to disk are evicted as idle programs' blocks are."""
     host, disk = planner.host, planner.disk
     slots = [*(entry.slot for entry in host), *host.free]
     assert len(set(slots)) == len(slots) <= host.slots
@@ -214,6 +216,10 @@ def check_accounts(planner: OffloadScheduler) -> None:
     assert idle == {id(e) for e in host if not e.pins and e.job is None}
     assert host.unspilled == sum(not e.pins and e.job is None and e.dirty and e.rank > 0 for e in host)
     assert not any(e.dirty and e.key in disk.blocks for e in host)
+    cold, idle_rank = RetentionRank.COLD, RetentionRank.IDLE
+    assert all(entry.rank == cold and entry.dirty for entry in host.unwritten.values())
+    assert not any(entry.dirty for entry in host._idle[cold].values())
+    assert host.unwritten.keys() <= host._idle[idle_rank].keys()
     pinned = [
         *(lookup.found for lookup in planner._looked_up.values()),
         *(load.entries for load in planner.loads.values()),
