@@ -405,10 +405,9 @@ class PdSimulation:
             quota_s=cluster.quota_s,
             block_tokens=FULL_BLOCK_TOKENS,
         )
-        shapes = [turn for agent in {id(agent): agent for agent in agents}.values() for turn in agent]
-        self._declared_tokens = max(turn.output_tokens for turn in shapes)
-        self._max_context_tokens = max(turn.prompt_tokens + turn.output_tokens for turn in shapes)
         every = [turn for agent in agents for turn in agent]
+        self._declared_tokens = max(turn.output_tokens for turn in every)
+        self._max_context_tokens = max(turn.prompt_tokens + turn.output_tokens for turn in every)
         prompt_tokens = sum(turn.prompt_tokens for turn in every) / len(every)
         hit_tokens = sum(turn.hit_blocks for turn in every) * FULL_BLOCK_TOKENS / len(every)
         turn_s = model.turn_flops(hit_tokens, prompt_tokens - hit_tokens) / flops_per_s
