@@ -14,7 +14,7 @@ import torch
 from cache_group_specs import attention_spec, chunk_spec, state_spec, window_spec
 from huggingface_hub import constants
 from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend
-from sojourn_server.kv_offload.kv_pages import block_layout
+from sojourn_server.kv_offload.kv_pages import device_layout
 from sojourn_server.kv_offload.shared_store import IncompatibleStore, SharedStore
 from sojourn_server.simulator.simulated_engine import SimulatedEngineOptions, _engine_vllm_config
 from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings, KVTransferSettings
@@ -259,11 +259,20 @@ def test_adapters_are_refused_where_kv_is_shared_or_outlives_the_engine(tmp_path
             read(extra, lora=True, settings=settings)
 
 
+def on_cuda(cache: Any) -> Any:
+    """The same memory, as a tensor that calls its device CUDA."""
+
+    class CudaTensor(torch.Tensor):
+        device = property(lambda self: torch.device("cuda"))
+
+    return cache.as_subclass(CudaTensor)
+
+
 def test_the_order_of_bytes_in_a_block_is_part_of_the_identity_on_a_device() -> None:
     """Attention backends differ in it. How many blocks there are, and where, does not matter."""
 
     def layout(cache: Any, blocks: int) -> str:
-        return block_layout({"l0": cache, "l1": cache}, blocks)
+        return device_layout({"l0": on_cuda(cache), "l1": on_cuda(cache)}, blocks)
 
     by_token = torch.zeros(6, 2, 16, 4, 8)
     by_head = torch.zeros(6, 2, 4, 16, 8).transpose(2, 3)
@@ -272,15 +281,6 @@ def test_the_order_of_bytes_in_a_block_is_part_of_the_identity_on_a_device() -> 
     strided = torch.zeros(6, 3, 2, 16, 4, 8)[:, 1]
     assert layout(by_token, 6) == layout(strided, 6)
     assert layout(by_token, 6) != layout(by_token, 3), "two blocks of the kernel in each"
-
-
-def on_cuda(cache: Any) -> Any:
-    """The same memory, as a tensor that calls its device CUDA."""
-
-    class CudaTensor(torch.Tensor):
-        device = property(lambda self: torch.device("cuda"))
-
-    return cache.as_subclass(CudaTensor)
 
 
 def test_an_engine_with_another_order_of_bytes_in_a_block_does_not_read_its_disk(

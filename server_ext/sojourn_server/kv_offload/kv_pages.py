@@ -94,15 +94,11 @@ def merge_neighbours(pages: Sequence[KvPages]) -> list[KvPages]:
 
 
 def device_layout(kv_caches: Mapping[str, Any], blocks: int) -> str:
-    """Return ``block_layout`` of a GPU worker's KV tensors. On a CPU, return an empty text, because a CPU
-    engine's ``KvIdentity.kv_dtype`` already names the order of bytes."""
-    is_cpu = next(iter(kv_caches.values())).device.type == "cpu"
-    return "" if is_cpu else block_layout(kv_caches, blocks)
-
-
-def block_layout(kv_caches: Mapping[str, Any], blocks: int) -> str:
-    """Return a hash of the order of bytes within a block, which the attention backend chooses. It does not
-    depend on where the blocks lie or how many there are."""
+    """Return a hash of the order of bytes within a block, which a GPU's attention backend chooses. It does
+    not depend on where the blocks lie or how many there are. Empty on a CPU, where ``KvIdentity.kv_dtype``
+    already names the order."""
+    if next(iter(kv_caches.values())).device.type == "cpu":
+        return ""
     kinds = []
     for cache in kv_caches.values():
         inner = cache.unflatten(0, (blocks, -1))
