@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 from result_pages import Result, marked, show
+from sojourn_server.demo.demo_run import read_counts
 from sojourn_server.launch.engine_server import EngineServer
 
 CLIENTS_FOLDER = Path(__file__).parents[1] / "tests" / "clients"
@@ -35,6 +36,8 @@ POOL_TOKENS = 11_008
 """Three final contexts of a session. The page reports how long they were."""
 MEMORY_RULES = 100
 """Rules in each project's AGENTS.md, which the client sends in its system prompt."""
+PREFIX_CACHE = [f"vllm:prefix_cache_{what}_total" for what in ("queries", "hits")]
+"""vLLM's counters of prompt tokens: looked up in the prefix cache, and found there."""
 HEAD = ("arm", "completion, mean, s", "each round", "stock ÷ it", "P95, s", "P95, stock ÷ it", "tokens found")
 
 
@@ -64,18 +67,12 @@ def run_arm(arm: str, seed: int) -> dict[str, Any]:
             return taken_s
 
         session(99, "helper")  # the first request loads kernels
-        before = prefix_cache(server.url)
+        before = read_counts(server.url)
         completions_s = list(pool.map(session, range(10, 10 + SESSIONS)))
-        asked, found = (now - then for now, then in zip(prefix_cache(server.url), before, strict=True))
+        after = read_counts(server.url)
+        asked, found = (after[name] - before[name] for name in PREFIX_CACHE)
         told = {} if arm == "stock" else ledger(server.url)
         return {"completions_s": completions_s, "found_share": found / asked, **told}
-
-
-def prefix_cache(url: str) -> list[float]:
-    """Return vLLM's counters of prompt tokens: looked up in the prefix cache, and found there."""
-    text = httpx.get(f"{url}/metrics", trust_env=False, timeout=30).text
-    lines = [line.split() for line in text.splitlines() if line.startswith("vllm:prefix_cache_")]
-    return [sum(float(v) for k, v in lines if f"{name}_total" in k) for name in ("queries", "hits")]
 
 
 def ledger(url: str) -> dict[str, float]:

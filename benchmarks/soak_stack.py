@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
+from sojourn_server.demo.demo_run import read_counts
 from sojourn_server.launch.engine_server import EngineServer, ServerProcess, free_port
 
 TENANT_KEYS = {"agents": "key-of-agents", "floods": "key-of-floods"}
@@ -160,16 +160,12 @@ class Engine(SoakServer, EngineServer):
         """Return the engine's state, which may be half a second old."""
         told = self.ask("/sojourn/v1/stats")
         pool, moved = told["blocks"], told["tiers"].get("traffic", {})
-        metrics = {each.name: each for each in text_string_to_metric_families(self.get("/metrics").text)}
-        running, waiting = (
-            sum(sample.value for sample in metrics[f"vllm:num_requests_{which}"].samples)
-            for which in ("running", "waiting")
-        )
+        metrics = read_counts(self.url)
         return self.state_of(
             {
                 "requests": told["requests"],
-                "vLLM's running requests": running,
-                "vLLM's waiting requests": waiting,
+                "vLLM's running requests": metrics["vllm:num_requests_running"],
+                "vLLM's waiting requests": metrics["vllm:num_requests_waiting"],
                 "leases": told["leases"],
                 "leased blocks": pool["leased"],
                 "blocks not back": pool["running"] + pool["leased"],
