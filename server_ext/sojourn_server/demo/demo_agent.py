@@ -131,26 +131,6 @@ def connection(base_url: str) -> dict[str, Any]:
     }
 
 
-def make_agent(
-    task: DemoTask, repository: Path, base_url: str, model: str, tokenizer: Tokenizer, *, watch: TurnCallback
-) -> Any:
-    """Return mini-swe-agent's ``DefaultAgent`` with the scripted model. It works in ``repository``.
-    ``base_url`` must end in ``/v1``."""
-    from minisweagent.agents.default import DefaultAgent
-    from minisweagent.environments.local import LocalEnvironment
-
-    return DefaultAgent(
-        scripted_model(task, tokenizer, watch)(
-            model_name=f"openai/{model}", model_kwargs=connection(base_url)
-        ),
-        LocalEnvironment(cwd=str(repository), timeout=COMMAND_TIMEOUT_S, env=shell_environment()),
-        system_template=SYSTEM,
-        instance_template=INSTANCE,
-        cost_limit=0.0,
-        step_limit=len(task.turns) + 1,
-    )
-
-
 def silence_litellm() -> None:
     """Turn off litellm's prints about errors. They would spoil the live view and JSON on stdout. The demo
     reports errors itself."""
@@ -225,13 +205,27 @@ def run_program(
     prepare: Callable[[Any], Any],
     watch: TurnCallback,
 ) -> DemoProgramRecord:
-    """Run one agent in ``repository`` and return the record of the run. Times are seconds after ``origin_s``.
+    """Run mini-swe-agent's ``DefaultAgent`` with the scripted model in ``repository``, and return the record
+    of the run. Times are seconds after ``origin_s``. ``base_url`` must end in ``/v1``.
 
     ``prepare`` gets the agent before the run and returns the agent to run. In the sojourn arm it attaches the
     sojourn integration; in the stock arm it does nothing. An exception during the run becomes the record's
     ``error``.
     """
-    agent = prepare(make_agent(task, repository, base_url, model, tokenizer, watch=watch))
+    from minisweagent.agents.default import DefaultAgent
+    from minisweagent.environments.local import LocalEnvironment
+
+    scripted = scripted_model(task, tokenizer, watch)
+    agent = prepare(
+        DefaultAgent(
+            scripted(model_name=f"openai/{model}", model_kwargs=connection(base_url)),
+            LocalEnvironment(cwd=str(repository), timeout=COMMAND_TIMEOUT_S, env=shell_environment()),
+            system_template=SYSTEM,
+            instance_template=INSTANCE,
+            cost_limit=0.0,
+            step_limit=len(task.turns) + 1,
+        )
+    )
     arrived_s = time.monotonic() - origin_s
     error: str | None = None
     turns: list[DemoTurnRecord] = agent.model.turns
