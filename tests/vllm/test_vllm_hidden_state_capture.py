@@ -21,8 +21,6 @@ from sojourn_server.vllm.hidden_state_capture import (
     HiddenStateWorkerMixin,
 )
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Second
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner as First
 
 HIDDEN, VOCABULARY = 8, 20
 
@@ -227,6 +225,10 @@ def test_what_a_device_has_not_copied_yet_is_handed_out_after_a_later_step() -> 
 
 def test_both_runners_of_this_vllm_have_what_is_asked_of_them() -> None:
     """A release that renames any of it must not pass for one that was tested."""
+    # Imported here, so that such a release fails this test alone.
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Second
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as First
+
     assert not hasattr(First, "sample")
     assert "self.model.compute_logits(sample_hidden_states)" in inspect.getsource(First.execute_model)
     assert "self.input_batch" in inspect.getsource(First.execute_model)
