@@ -7,6 +7,7 @@ runs. (sojourn's SDK sends no such estimate.) ``SimulatedClients.make_hints`` ma
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,26 +32,26 @@ class ClientHistory:
     type: at the same turn if enough are known, else at any turn. All clients of a run share one history."""
 
     def __init__(self) -> None:
-        self._types: dict[str, tuple[list[int], dict[int, list[float]]]] = {}
-        """Agent type → ([number of finished programs], turn → [weight, weighted sum of the turns left]). Turn
-        0 stands for all turns."""
+        self._finished: Counter[str] = Counter()
+        """Number of finished programs of each agent type."""
+        self._averages: defaultdict[str, dict[int, list[float]]] = defaultdict(dict)
+        """Agent type → turn → [weight, weighted sum of the turns left]. Turn 0 stands for all turns."""
 
     def steps_left(self, agent_type: str, turn: int) -> float | None:
         """Expected number of turns after turn ``turn`` (the first turn is 1); ``None`` if too few programs
         have finished."""
-        (finished,), averages = self._types.get(agent_type, ([0], {}))
-        if finished < _ENOUGH_PROGRAMS:
+        if self._finished[agent_type] < _ENOUGH_PROGRAMS:
             return None
         for key in (min(max(turn, 1), _MAX_TURN), 0):
-            weight, left = averages.get(key, (0.0, 0.0))
+            weight, left = self._averages[agent_type].get(key, (0.0, 0.0))
             if weight >= _CONFIDENT_WEIGHT:
                 return left / weight
         return None
 
     def observe_end(self, agent_type: str, turns: int) -> None:
         """Record that a program ended after ``turns`` turns."""
-        finished, averages = self._types.setdefault(agent_type, ([0], {}))
-        finished[0] += 1
+        self._finished[agent_type] += 1
+        averages = self._averages[agent_type]
         for number in range(1, min(turns, _MAX_TURNS) + 1):
             for key in (min(number, _MAX_TURN), 0):
                 average = averages.setdefault(key, [0.0, 0.0])
