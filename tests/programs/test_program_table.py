@@ -9,6 +9,16 @@ from sojourn_server.programs.program_state import SEQ_WINDOW, ProgramState, Runn
 from sojourn_server.programs.program_status import ProgramSignal, ProgramStatus
 from sojourn_server.programs.program_table import ProgramTable
 
+R, A, _, E, X = ProgramStatus  # GATED is only reported, by ``ProgramScheduler.status``
+DRAWN = {
+    #   arrived over contact end silence
+    R: (None, A, None, E, None),
+    A: (R, None, None, E, X),
+    E: (R, None, None, None, None),
+    X: (R, None, A, E, None),
+}
+"""Status → the status after each signal; ``None``: nothing changes."""
+
 
 def opened(table: ProgramTable, name: str, now: float = 0.0) -> ProgramState:
     program, _ = table.open(ProgramId(name), now)
@@ -27,6 +37,16 @@ def with_turn(table: ProgramTable, name: str, now: float = 0.0) -> ProgramState:
 def forgotten_for(table: ProgramTable, name: str, now: float = 100.0) -> list[str]:
     _, forgotten = table.open(ProgramId(name), now)
     return [program.id for program in forgotten]
+
+
+def test_statuses_change_as_drawn() -> None:
+    for status, drawn in DRAWN.items():
+        for signal, expected in zip(ProgramSignal, drawn, strict=True):
+            table = ProgramTable()
+            program = opened(table, "p")
+            program.status = status
+            assert table.signal(program, signal) is (expected is not None), (status, signal)
+            assert program.status is (expected or status)
 
 
 def test_a_program_keeps_its_first_rank_and_arrival() -> None:
@@ -94,8 +114,8 @@ def test_counts_and_bounds_hold_whatever_happens(
             assert table.counts[status] == sum(p.status is status for p in table)
         now = step + 1.0
         acting = [p for p in table if p.status is ProgramStatus.ACTING]
-        expected = [p for p in acting if now - p.last_contact_s > (2.5 if p.heartbeats else 7.5)]
-        assert sorted(p.id for p in table.silent(now)) == sorted(p.id for p in expected)
+        silent = [p for p in acting if now - p.last_contact_s > (2.5 if p.heartbeats else 7.5)]
+        assert sorted(p.id for p in table.silent(now)) == sorted(p.id for p in silent)
     if ranks:
         assert len(set(ranks.values())) == len(ranks)
 
