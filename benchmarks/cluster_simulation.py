@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from kept_runs import row_of, run_arguments, run_kept
+from kept_runs import run_arguments, run_kept
 from result_pages import Result, less, marked
 from sojourn_server.routing.routing_records import RoutedProgram
 from sojourn_server.simulator.report.run_metrics import summarize_run
@@ -41,8 +41,6 @@ from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
 from sojourn_server.simulator.workloads.arrival_processes import load_programs, open_loop
 from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlan, ProgramPlanner
 from sojourn_server.simulator.workloads.synthetic_workloads import TENANTS
-
-Run = Callable[[Sequence[RunSpec]], list[RunRow]]
 
 PARTS = ("mori", "tenants", "scale")
 MORI_POLICIES = (
@@ -167,35 +165,32 @@ def scale_spec(options: argparse.Namespace) -> RunSpec:
 
 def main(given: Sequence[str] | None = None) -> None:
     options = arguments(given)
-
-    def run(specs: Sequence[RunSpec], work: Callable[[RunSpec], RunRow] = row_of) -> list[RunRow]:
-        return run_kept(specs, options.cache, options.jobs, work)
-
     if {"mori", "scale"} & set(options.only):
-        write_cluster(options, run)
+        write_cluster(options)
     if "tenants" in options.only:
-        write_tenants(options, partial(run, work=tenant_row))
+        write_tenants(options)
 
 
-def write_cluster(options: argparse.Namespace, run: Run) -> None:
+def write_cluster(options: argparse.Namespace) -> None:
     """Run the parts ``mori`` and ``scale``, and write their page."""
     result = Result("cluster_simulation", "Several replicas in the simulator")
     sections: list[str] = []
     found: dict[str, Any] = {}
     if "mori" in options.only:
-        rows = run(mori_specs(options))
+        rows = run_kept(mori_specs(options), options.cache, options.jobs)
         found["mori"] = msgspec.to_builtins(rows)
         sections += mori_section(rows)
     if "scale" in options.only:
-        rows = run([scale_spec(options)])
-        found["scale"] = msgspec.to_builtins(rows)
-        sections += scale_section(rows[0])
+        [row] = run_kept([scale_spec(options)], options.cache, options.jobs)
+        found["scale"] = msgspec.to_builtins([row])
+        sections += scale_section(row)
     result.write_paper(options.out, found, [*sections, "## Summary", "{by hand}"])
 
 
-def write_tenants(options: argparse.Namespace, run: Run) -> None:
+def write_tenants(options: argparse.Namespace) -> None:
     """Run the part ``tenants``, and write its page."""
     result = Result("cluster_tenants", "SAGA's ten tenants in the simulator")
+    run = partial(run_kept, folder=options.cache, jobs=options.jobs, work=tenant_row)
     at_once = run([tenant_spec(options, policy, AT_ONCE_PER_S) for policy in AT_MOST_POLICIES])
 
     def under(load: float, policies: Sequence[str]) -> list[RunRow]:
