@@ -262,6 +262,7 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
         (suspended.add if is_suspended else suspended.discard)(number)
         engine = pairs.prefill[number] if number in prefill else pairs.decode[number]
         engine.is_suspended = is_suspended
+        pairs.line_up(sorted(waiting))
 
     def dispatch(now: float) -> None:
         for pair in pairs.dispatch(now):

@@ -26,8 +26,11 @@ from simulator_small_workload import (
 )
 from sojourn_server.core.scheduler_state import SchedulerLimits
 from sojourn_server.simulator.client_hints import EVENT_SEND_DELAY_S
+from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
+from sojourn_server.simulator.simulated_gateway import UNLIMITED_S
+from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
 from sojourn_server.simulator.simulator_policies import policy_names
 from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -272,3 +275,15 @@ def test_engines_share_no_configuration() -> None:
     longest = other.model_config.max_model_len
     one.model_config.max_model_len = 640
     assert other.model_config.max_model_len == longest
+
+
+def test_placement_holds_back_for_hold_timeout_s() -> None:
+    def longest_ttft_s(hold_timeout_s: float) -> float:
+        spec = RunSpec(
+            policy="sojourn", workload="synthetic:continuum-bfcl", programs=12, rate_per_s=2.0, cpu_ratio=0.0,
+            pool_tokens=30_000, max_model_len=16_000, until_s=120.0, hold_timeout_s=hold_timeout_s,
+        )  # fmt: skip
+        return summarize_run(run_simulation(spec)).ttft_s.p99 or 0.0
+
+    # Stock vLLM's own queue adds to the wait.
+    assert longest_ttft_s(10.0) < 0.7 * longest_ttft_s(UNLIMITED_S)

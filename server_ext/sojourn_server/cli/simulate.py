@@ -15,6 +15,7 @@ from typing import Any
 import typer
 from sojourn.errors import install_command
 
+from ..core.scheduler_state import SchedulerLimits
 from ..simulator.latency.latency_selection import is_engine_profile
 from ..simulator.parameter_sweep import ParameterSweep, read_sweep
 from ..simulator.report.plot import write_plot
@@ -51,7 +52,7 @@ SWEEP_POLICIES = {
 """Default policies of sweeps of a number that ``DEFAULT_POLICIES`` do not use."""
 _SPEC_OPTIONS = (
     "workload", "hardware", "model", "tp", "cpu_ratio", "disk_ratio", "replicas", "seed", "max_gap_s",
-    "human_gaps", "pool_tokens", "max_model_len",
+    "human_gaps", "pool_tokens", "max_model_len", "hold_timeout_s",
 )  # fmt: skip
 """Options that are fields of a ``RunSpec`` under the same name."""
 _SHOWING_OPTIONS = ("load", "warm_up_s", "json", "plot", "save", "explain")
@@ -108,6 +109,11 @@ def simulate(
     ),
     max_context: int | None = typer.Option(
         None, min=2, help="Programs end before a turn with more tokens. Default: the engine's limit"
+    ),
+    hold_timeout_s: float = typer.Option(
+        SchedulerLimits().hold_timeout_s,
+        min=0.001,
+        help="Longest wait for a place on the device, as of the server, seconds (sojourn, mori, +host)",
     ),
     sweep: str | None = typer.Option(
         None,

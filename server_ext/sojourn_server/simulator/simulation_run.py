@@ -13,6 +13,7 @@ from .event_queue import EventQueue
 from .latency.latency_models import DeviceShape, LatencyModel
 from .latency.latency_selection import load_latency_model
 from .run_log import RunLog
+from .simulated_gateway import UNLIMITED_S
 from .simulator_policies import SimulatorPolicy, find_cluster_policy, find_policy
 from .token_accounting import MOVED_CAUSE
 from .workloads.arrival_processes import STAGGER_S, ArrivalProcess, closed_loop, load_programs, open_loop
@@ -80,6 +81,9 @@ class RunSpec:
     that of the model. vLLM requires that one request of this length fits the pool."""
     max_context_tokens: int | None = None
     """Programs end before a turn with more tokens. ``None`` means the engine's longest context."""
+    hold_timeout_s: float = UNLIMITED_S
+    """Longest wait for a place on the device, in seconds, for policies that place programs. By default
+    without limit, since simulated clients never give up."""
 
 
 def run_simulation(
@@ -259,7 +263,7 @@ def _build_engine(
             host_blocks=host_blocks,
             own_tiers=policy.own_tiers,
             disk_blocks=_disk_blocks(spec, policy, shape),
-            sojourn=policy.settings,
+            sojourn=policy.settings and {**policy.settings, "hold_timeout_s": spec.hold_timeout_s},
         ),
         clock,
     )

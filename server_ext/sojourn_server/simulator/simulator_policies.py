@@ -25,7 +25,7 @@ from sojourn_server.policies.preset import Preset, load_preset, preset_names, re
 from sojourn_server.policies.preset_store import PresetError
 from sojourn_server.policies.toml_document import did_you_mean, load_toml
 
-from .simulated_gateway import UNLIMITED_S, RequestRouter, SimulatedGateway
+from .simulated_gateway import RequestRouter, SimulatedGateway
 from .thunderagent_router import ThunderAgentRouter
 
 
@@ -60,11 +60,9 @@ class SimulatorPolicy:
     @property
     def settings(self) -> dict[str, Any] | None:
         """Settings of sojourn's adapter in the engine; ``None`` for vLLM's own scheduler class."""
-        # Simulated clients wait for ever, so placement must not release their requests.
-        more = {"hold_timeout_s": UNLIMITED_S} if self.own_tiers else {}
         if self.preset is None:
             return None
-        return {"policy_file" if self.preset.endswith(".toml") else "policy": self.preset, **more}
+        return {"policy_file" if self.preset.endswith(".toml") else "policy": self.preset}
 
     @property
     def uses_cpu_ratio(self) -> bool:

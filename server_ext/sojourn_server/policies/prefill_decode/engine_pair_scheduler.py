@@ -301,7 +301,7 @@ class PairScheduler:
         self.decode[name] = DecodeEngine(name, self.nics[node], group, kv_tokens, kv_tokens)
 
     def line_up(self, request_ids: Iterable[int | str]) -> None:
-        """Queue all waiting requests again, in this order."""
+        """Queue all waiting requests again, in this order; also after a change of ``is_suspended``."""
         for flight in self._queued.values():
             self._leave_engines(flight)
             flight.group = flight.prefill = flight.decode = None
