@@ -67,14 +67,14 @@ BUDGETS = {
     "launch": 1_712,
     "vllm": 6_571,
     "gateway": 5_658,
-    "simulator": 5_843,
+    "simulator": 5_840,
     "replay": 686,
     "profiling": 636,
     "models": 374,
     "demo": 942,
     "cli": 4_799,
     "sojourn_server": 4,
-    "tests": 66_300,
+    "tests": 66_306,
     "benchmarks": 10_506,
 }
 """Maximum lines of each package. A change that exceeds one merges or drops something, or lowers another by as

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from kv_blocks import BLOCK_BYTES, key, keys, payload
@@ -101,18 +101,18 @@ async def test_a_lookup_waits_for_one_that_nobody_wants_any_more(
     assert await wanted == 40
 
 
-async def test_a_lookup_waits_in_the_queue_as_long_as_others_are_answered(
-    threads: StoreThreads, store: MemoryStore
-) -> None:
-    leading = store.leading
+async def test_a_lookup_waits_in_the_queue_as_long_as_others_are_answered(store: MemoryStore) -> None:
+    leading, of = store.leading, cast(Any, store)
 
     def slow(wanted: Sequence[bytes]) -> int:
-        threading.Event().wait(LIMITS.patience_s / 3)
+        threading.Event().wait(0.4)
         return leading(wanted)
 
     store.leading = slow  # type: ignore[method-assign]
     store.fill(*keys(*range(8)))
+    threads = StoreThreads(of, TransferLimits(slots=8, patience_s=2.0))  # shorter than all lookups together
     assert await asyncio.gather(*(threads.look_up(keys(at)) for at in range(8))) == [1] * 8
+    assert threads.close()
 
 
 async def test_one_lookup_that_hangs_costs_patience_once(threads: StoreThreads, store: MemoryStore) -> None:

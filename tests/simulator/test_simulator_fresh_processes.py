@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
@@ -73,10 +74,15 @@ def test_an_interrupt_while_a_process_starts_ends_it_too(monkeypatch: pytest.Mon
     def interrupted(process: ForkServerProcess) -> None:
         start(process)
         os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
 
     monkeypatch.setattr(ForkServerProcess, "start", interrupted)
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait)  # takes the signal if the main thread blocks it
+    other.start()
     with pytest.raises(KeyboardInterrupt):
         next(in_fresh_processes(time.sleep, [600.0], 1))
+    ended.set()
     assert not multiprocessing.active_children()
 
 

@@ -46,7 +46,11 @@ def in_fresh_processes(
     ``BrokenProcessPool`` if a process dies. The end of the iterator ends the processes that still run."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD_MODULES))
-    _start_server()
+    # The processes inherit the mask of the server from which they fork: none gets the terminal's SIGINT.
+    resource_tracker.ensure_running()  # it would clear the mask if it started later
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     waiting = iter(enumerate(arguments))
     running: dict[Any, tuple[int, Any]] = {}
     """Connection → (index of the argument, process)."""
@@ -55,7 +59,7 @@ def in_fresh_processes(
         for number, argument in waiting:
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=_main, args=(sender, call, argument), daemon=True)
-            with _blocked(signal.SIGINT, signal.SIGTERM):  # else a process might start and never be ended
+            with _delayed_interrupt():  # else a process might start and never be ended
                 process.start()
                 running[receiver] = number, process
             sender.close()  # else the end of the process would not end the pipe
@@ -89,22 +93,17 @@ def in_fresh_processes(
             process.join()
 
 
-def _start_server() -> None:
-    """Start the server from which processes fork, so that none of them gets the terminal's SIGINT: they
-    inherit its mask."""
-    resource_tracker.ensure_running()  # it would clear the mask if it started later
-    with _blocked(signal.SIGINT):
-        forkserver.ensure_running()
-
-
 @contextmanager
-def _blocked(*signals: signal.Signals) -> Iterator[None]:
-    """Let signals wait for the end of the context."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+def _delayed_interrupt() -> Iterator[None]:
+    """Let SIGINT wait for the end of the context. A mask would not do, since any other thread takes it."""
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _main(results: Connection, call: Callable[[Any], Any], argument: Any) -> None:

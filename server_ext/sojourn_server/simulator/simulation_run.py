@@ -82,8 +82,7 @@ class RunSpec:
     max_context_tokens: int | None = None
     """Programs end before a turn with more tokens. ``None`` means the engine's longest context."""
     hold_timeout_s: float = UNLIMITED_S
-    """Longest wait for a place on the device, in seconds, for policies that place programs. By default
-    without limit, since simulated clients never give up."""
+    """Longest wait for a place on the device. By default without limit: simulated clients never give up."""
 
 
 def run_simulation(

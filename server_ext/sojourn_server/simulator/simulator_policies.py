@@ -60,9 +60,8 @@ class SimulatorPolicy:
     @property
     def settings(self) -> dict[str, Any] | None:
         """Settings of sojourn's adapter in the engine; ``None`` for vLLM's own scheduler class."""
-        if self.preset is None:
-            return None
-        return {"policy_file" if self.preset.endswith(".toml") else "policy": self.preset}
+        key = "policy_file" if (self.preset or "").endswith(".toml") else "policy"
+        return None if self.preset is None else {key: self.preset}
 
     @property
     def uses_cpu_ratio(self) -> bool:
