@@ -79,6 +79,14 @@ async def test_each_session_is_its_tenants_program_and_its_sub_agents_are_childr
         assert others <= {"x-client-request-id"}, "only what names no program"
 
 
+async def test_without_tenants_an_engine_gets_the_clients_own_names() -> None:
+    agent = recorded("Codex", "sub-agent")
+    async with engines(1) as (fake,), world([fake]) as it:
+        await send(it, agent)
+        names = ("x-session-id", "x-parent-session-id", "x-sojourn-agent-type")
+        assert [fake.headers[0][name] for name in names] == [agent.program, agent.parent, "collab_spawn"]
+
+
 async def test_the_base_url_or_the_operators_header_may_name_the_program() -> None:
     async with engines(1) as (fake,), world([fake], session_header="X-Job", tenants={"ka": "alice"}) as it:
         anonymous = Shape("/v1/chat/completions", {}, {"model": "tiny", "messages": []}, "")

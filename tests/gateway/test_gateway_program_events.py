@@ -108,6 +108,19 @@ async def test_events_beyond_those_that_an_engine_takes_of_a_request_go_there_ap
 # -- who has been told -----------------------------------------------------------------
 
 
+async def test_a_restarted_engine_gets_its_programs_again() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        await it.events({**START, "program_id": "p"})
+        await it.chat("p")
+        await fakes[0].kill()
+        await until(lambda: it.gateway.monitor.missing())
+        fakes[0].events.clear()
+        await fakes[0].restart()
+        await until(lambda: not it.gateway.monitor.missing())
+        await it.chat("p")
+        assert fakes[0].of("p") == ["program_start"], "the request waited for that"
+
+
 async def test_a_request_does_not_wait_long_for_an_engine_that_does_not_listen() -> None:
     async def deaf(self: FakeEngine, request: Request) -> Response:
         await asyncio.sleep(3600)

@@ -247,7 +247,9 @@ async def test_a_program_that_moves_takes_its_state_and_kv_along_and_no_other_te
         assert it.gateway.routing_backend.core.home("bob", "p") == new.name
         [move] = (await it.get("/sojourn/v1/moves", "ka"))["moves"]
         moved = {"program_id": "p", "moved_from": old.name, "moved_to": new.name}
-        assert (moved | {"kv": "shared", "left_because": "drain"}).items() <= move.items()
+        assert (
+            moved | {"kv": "shared", "reason": "in_turn", "left_because": "drain"}
+        ).items() <= move.items()
         assert (await it.get("/sojourn/v1/moves", "kb"))["moves"] == []
         # Later events find it where it is.
         await it.events({**ended, "seq": 4, "call_id": "d"}, key="ka")
