@@ -117,6 +117,20 @@ async def test_only_errors_in_a_row_make_an_engine_dead(statuses: tuple[int, ...
         assert bool(it.of(ReplicaGone)) is dead
 
 
+async def test_an_engine_that_was_waited_for_and_asks_for_a_key_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake = FakeEngine(key="k")
+    async with running(fake):
+        await fake.kill()
+        async with monitored(fake.url) as it:
+            assert "no engine answers" in caplog.text
+            await fake.restart()
+            for _ in range(2):
+                await it.monitor.poll_all()
+            assert caplog.text.count("asks for a key") == 1
+
+
 async def test_an_unknown_replica_is_gone_and_engines_come_and_go() -> None:
     fake = FakeEngine()
     async with running(fake), monitored(fake.url) as it:

@@ -21,8 +21,8 @@ from ...api.client_identity import HEADER_ROWS, wire_id
 CONNECT_TIMEOUT_S = 5.0
 """Maximum seconds until a new connection is open, including name lookup and TLS."""
 IDLE_CONNECTION_S = 3.0
-"""Maximum idle seconds of a connection that is used again. vLLM closes connections after five, and so none
-that a request is sent over."""
+"""Maximum idle seconds of a connection that is used again. vLLM closes an idle connection after five, so it
+closes none over which a request is sent."""
 MAX_WHOLE_ANSWER_BYTES = 1 << 20
 """Maximum bytes of an answer that the gateway holds as a whole. A longer one is passed on in parts."""
 _LARGE_BODY_BYTES = 64 << 10

@@ -234,7 +234,7 @@ class MonitoredEngine:
     links: dict[str, LinkStats] = field(default_factory=dict)
     polling: asyncio.Task[None] | None = None
     is_warned: bool = False
-    """Whether the log already warns that no engine answers here, or that the engine asks for a key."""
+    """Whether the log already warns that no engine answers here yet."""
 
 
 class EngineMonitor:
@@ -386,9 +386,6 @@ class EngineMonitor:
         replies = await asyncio.gather(*(self._get(watched.url + path) for path in _DESCRIPTION_PATHS))
         known, is_partial = watched.description, None in replies
         asks_key = any(one is not None and one.status == 401 for one in replies)
-        if asks_key and not watched.is_warned:
-            logger.warning("%s asks for a key: without --engine-key its sizes are unknown", watched.url)
-            watched.is_warned = True
         if (known and (is_partial or asks_key)) or (is_partial and watched.polls < PARTIAL_POLLS - 1):
             return
         capabilities, metrics, models = (one or _NOTHING for one in replies)
@@ -398,7 +395,8 @@ class EngineMonitor:
         )
         watched.description = described
         if known is None:
-            watched.is_warned = asks_key
+            if asks_key:
+                logger.warning("%s asks for a key: without --engine-key its sizes are unknown", watched.url)
             sizes = (described.registered.capacity_tokens, described.registered.host_tokens)
             logger.info("%s is up: KV for %d tokens on the device, %d in host memory", watched.url, *sizes)
             if described.paths is not None and watched.role is None:

@@ -51,7 +51,7 @@ def uvicorn_settings(most_waiting: int = 0) -> dict[str, Any]:
         "proxy_headers": False,
         "timeout_keep_alive": KEEP_ALIVE_S,
         # A request has a connection to its client and one to its engine. Further clients get a 503.
-        "limit_concurrency": max(1, open_files - OTHER_FILES) // 2 + 1 if open_files is not None else None,
+        "limit_concurrency": max(2, open_files - OTHER_FILES) // 2 + 1 if open_files is not None else None,
     }
 
 

@@ -102,8 +102,9 @@ class GenerationProxy:
     peers: Peers
     queries: EngineQueries
     reads_prefixes: bool
+    """Whether the routing policy needs the hashes of a prompt's prefixes."""
     session_header: str | None
-    """This and ``reads_prefixes`` are those of ``GatewayOptions``."""
+    """That of ``GatewayOptions``."""
     dropped: frozenset[bytes]
     """Names of clients' headers that engines do not get."""
     sizes: PromptSizeEstimator = field(default_factory=PromptSizeEstimator)

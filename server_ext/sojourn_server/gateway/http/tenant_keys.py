@@ -43,7 +43,7 @@ def load_tenant_keys(
             listed = msgspec.convert([listed] if isinstance(listed, str) else listed, list[str])
         except msgspec.ValidationError as error:
             raise InputError(f"{path}: the keys of {tenant}: {error}; {expected}") from None
-        for key in listed:
+        for key in listed or [""]:
             name = key.removeprefix("env:") if key.startswith("env:") else None
             value = environment.get(name, "") if name is not None else key
             if not value or value != value.strip():
