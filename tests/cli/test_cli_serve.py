@@ -144,33 +144,10 @@ def test_mistakes_are_explained_before_anything_starts(args, said):
     assert error.next_step
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("--polcy", "--policy"),
-        ("--kv_host_gb=1", "--kv-host-gib"),
-        ("--prot", "--port"),
-        ("--dryrun", "--dry-run"),
-    ],
-)
-def test_a_flag_that_is_neither_ours_nor_vllms_is_refused_if_it_is_near_to_one(given, meant):
-    error = failure("tiny", given, "8055", "--dry-run")
-    assert error.message == f"{given.split('=')[0]} is no flag of sojourn or vLLM; did you mean {meant}?"
-
-
 def test_a_model_near_to_tiny_is_noted_and_a_hub_id_is_not():
     said = "note: tinny is taken for a hub id; did you mean 'tiny'?"
     assert said in invoke("tinny", "--dry-run").stderr
     assert "did you mean" not in invoke("acme/tinny", "--dry-run").stderr
-
-
-def test_flags_of_vllm_and_those_near_to_none_pass(monkeypatch):
-    known = ("--data-parallel-rank=0", "--max-model-len", "8", "--max_num-seqs", "4", "--no-enable-lora")
-    unknown = ("--max-model", "8", "--hf-overrides.a.b", "1", "--platform-extra", "1", "-tp", "1")
-    dry_run("tiny", *known, *unknown)
-    monkeypatch.setattr(compat, "package_directory", lambda: None)
-    dry_run("tiny", "--prot", "8055", "--moe-backend", "x")
-    assert "did you mean --policy?" in failure("tiny", "--polcy", "stock", "--dry-run").message
 
 
 def test_a_vllm_that_is_missing_or_untested_is_refused_but_for_stock(monkeypatch, tmp_path):

@@ -32,7 +32,13 @@ def test_usage_errors_have_a_next_step(words: tuple[str, ...], said: str, advice
 
 
 @pytest.mark.parametrize(
-    "words", [("plan-pd", "--json"), ("simulate", "synthetic:x", "--save"), ("demo", "--plot")], ids=" ".join
+    "words",
+    [
+        ("replay", "x", "--url", "http://h", "--json"),
+        ("simulate", "synthetic:x", "--save"),
+        ("demo", "--plot"),
+    ],
+    ids=" ".join,
 )
 def test_a_file_in_a_missing_folder_is_refused_at_once(tmp_path: Path, words: tuple[str, ...]) -> None:
     error = refused(*words, str(tmp_path / "none" / "x.json.gz"))
@@ -53,8 +59,8 @@ def test_the_server_may_be_named_by_the_environment(
     assert result.returncode > 0
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    result = run_sojourn("plan-pd", "--json", str(tmp_path / ("x" * 300)))
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, live_server: str) -> None:
+    result = run_sojourn("top", "--url", live_server, "--json", str(tmp_path / ("x" * 300)))
     assert result.stderr.splitlines()[-2:] == [
         f"error: {tmp_path / ('x' * 300)}: File name too long",
         "next: make room or name another place, and run it again",

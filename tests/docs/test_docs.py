@@ -142,6 +142,13 @@ def test_the_settings_are_all_there_with_their_defaults_and_flags() -> None:
     assert {row[1].strip("`") for row in table if row[1]} <= flags
 
 
+def test_the_example_of_the_ratio_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "prefill-decode.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(code, "prefill-decode.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("PdRatioRange(least=")
+
+
 def test_the_curl_examples_are_understood() -> None:
     bodies = [json.loads(body) for body in re.findall(r"-d '(\{.*?\})'\n", FRAMEWORKS, re.DOTALL)]
     request, batch = bodies

@@ -92,10 +92,6 @@ def test_host_memory_and_buffers_of_a_pair_are_checked_together(
 MIB = 1 << 20
 
 
-V1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
-
-
 @pytest.mark.parametrize(
     ("member", "groups", "expected"),
     [
@@ -106,12 +102,8 @@ V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
         ("0::/a", {"/a": (2000, 100, 0)}, (1000, 800, False)),
         ("0::/a", {"/a": (100, 200, 0)}, (100, 0, True)),
         ("0::/on/the/host", {"": (400, 100, 0)}, (400, 300, True)),
-        ("9:cpu:/b\n4:blkio,memory:/a\n0::/", {"/a": (500, 300, 100)}, (500, 300, True)),
     ],
-    ids=[
-        "no groups", "cached", "parent is full", "the parent's", "above machine's", "all used", "container",
-        "cgroup v1",
-    ],
+    ids=["no groups", "cached", "parent is full", "the parent's", "above machine's", "all used", "container"],
 )  # fmt: skip
 def test_memory_is_the_machines_or_its_control_groups(
     tmp_path: Path, member: str, groups: dict[str, Any], expected: tuple[int, int, bool]
@@ -122,12 +114,11 @@ def test_memory_is_the_machines_or_its_control_groups(
         "proc/meminfo": "MemTotal: 1024000 kB\nMemFree: 1 kB\nMemAvailable: 819200 kB\n",
         "proc/self/cgroup": f"{member}\n",
     }
-    top, limit_file, used_file, cached_name = V1 if "memory:" in member else V2
     for name, (limit, used, cached) in groups.items():
-        folder = top + name
-        files[f"{folder}/{limit_file}"] = f"{limit if isinstance(limit, str) else limit * MIB}\n"
-        files[f"{folder}/{used_file}"] = f"{used * MIB}\n"
-        files[f"{folder}/memory.stat"] = f"inactive_anon 5\n{cached_name} {cached * MIB}\n"
+        folder = f"sys/fs/cgroup{name}"
+        files[f"{folder}/memory.max"] = f"{limit if isinstance(limit, str) else limit * MIB}\n"
+        files[f"{folder}/memory.current"] = f"{used * MIB}\n"
+        files[f"{folder}/memory.stat"] = f"inactive_anon 5\ninactive_file {cached * MIB}\n"
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

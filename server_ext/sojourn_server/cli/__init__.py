@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 OLDEST_PYTHON = (3, 10)
 COMMANDS = (
-    "serve", "gateway", "demo", "replay", "simulate", "plan-pd", "parity", "profile", "trace",
-    "doctor", "run", "hook", "top", "explain", "policy",
+    "serve", "gateway", "demo", "replay", "simulate", "parity", "profile", "trace", "doctor", "run", "hook",
+    "top", "explain", "policy",
 )  # fmt: skip
 COMMAND_LINE_PACKAGES = ("httpx", "rich", "typer")
 LIGHT_COMMANDS = ("top", "explain", "doctor", "policy")
@@ -69,9 +69,8 @@ def build_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
     ) -> None: ...
 
     for name in names:
-        function = name.replace("-", "_")
-        module = import_module(f"{__name__}.{function}")
-        command = getattr(module, function)
+        module = import_module(f"{__name__}.{name}")
+        command = getattr(module, name)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
             continue

@@ -8,11 +8,9 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -68,7 +66,6 @@ def serve(
     """Serve MODEL like [b]vllm serve[/], with a policy. All other flags go to vLLM unchanged."""
     own_flags = [name for option in context.command.params for name in option.opts if name.startswith("--")]
     model, engine_args = _model_and_flags(model, context.args, own_flags)
-    _check_names(engine_args, own_flags)
     settings = _settings(sojourn_option)
     options |= serve_command.policy_settings(
         {name: options[name] for name in _POLICY_OPTIONS}, settings, engine_args
@@ -176,30 +173,6 @@ def _model_and_flags(model: str, args: list[str], own_flags: Sequence[str]) -> t
     if not model_of_file:
         raise CliError(f"expected a model, got {model!r}", "write: sojourn serve MODEL [flags]")
     return model_of_file, engine_args
-
-
-def _check_names(engine_args: Sequence[str], own_flags: Sequence[str]) -> None:
-    """Raise ``CliError`` for a flag that neither sojourn nor vLLM has, if it is similar to one that exists.
-    vLLM would refuse it only after its imports. Its flags are read from its source, without an import."""
-    known, cutoff = set(own_flags), 0.9
-    if (vllm := compat.package_directory()) is not None:
-        cutoff = 0.8  # otherwise 0.9, since --moe-backend of vLLM is near to --tier-backend
-        # Fields of dataclasses, and flags by their names. The place of cli_args.py depends on the release.
-        for file in (vllm / "engine/arg_utils.py", *(vllm / "entrypoints").glob("**/cli_args.py")):
-            found = re.findall(r'^    (\w+):|"--([\w-]+)"', file.read_text("utf-8"), re.MULTILINE)
-            known |= {"--" + "".join(names).replace("_", "-") for names in found}
-    for arg in engine_args:
-        flag = flag_name(arg).partition(".")[0]
-        positive = flag.replace("--no-", "--", 1)
-        # vLLM's parser takes the beginning of a flag's name too.
-        if not flag.startswith("--") or any(name.startswith((flag, positive)) for name in known):
-            continue
-        if near := get_close_matches(flag, known, n=1, cutoff=cutoff):
-            written = arg.partition("=")[0]
-            raise CliError(
-                f"{written} is no flag of sojourn or vLLM; did you mean {near[0]}?",
-                "see sojourn serve --help and vllm serve --help",
-            )
 
 
 def _preset(policy: str, file: str | None, allowed_modules: str | None) -> Preset | None:

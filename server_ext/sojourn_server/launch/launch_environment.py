@@ -1,6 +1,6 @@
 """Reads properties of this machine and this Python environment, without importing vLLM.
 
-Memory is the machine's, or the limit of a control group (cgroup v1 or v2). It comes from Linux's files,
+Memory is the machine's, or the limit of a control group (cgroup v2). It comes from Linux's files,
 because psutil does not know control groups.
 """
 
@@ -108,12 +108,12 @@ def read_memory(root: Path = Path("/")) -> MachineMemory:
     machine = machine or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = int(found.get("MemAvailable", machine // 1024)) * 1024
     total, owner = machine, "this machine"
-    for folder, (limit_name, used_name, cached_name) in _cgroups(root):
-        limit = _text(folder / limit_name).strip()
+    for folder in _cgroups(root):
+        limit = _text(folder / "memory.max").strip()
         if not limit.isdecimal() or int(limit) >= machine:
             continue
-        used = int(_text(folder / used_name).strip() or 0)
-        cached = re.search(rf"^{cached_name} (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+        used = int(_text(folder / "memory.current").strip() or 0)
+        cached = re.search(r"^inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
         # A parent group with a higher limit also counts, because other groups share its memory.
         available = min(available, int(limit) - max(0, used - int(cached[1] if cached else 0)))
         if int(limit) < total:
@@ -129,30 +129,16 @@ def shares_memory_with_gpu(root: Path = Path("/")) -> bool:
     return any(re.search(r"nvidia,tegra|^Model:.*\bGB10\b", text, re.MULTILINE) for text in texts)
 
 
-_CGROUP_FILES = (
-    ("sys/fs/cgroup", r"^0::/(.*)$", ("memory.max", "memory.current", "inactive_file")),
-    (
-        "sys/fs/cgroup/memory",
-        r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:/(.*)$",
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ),
-)
-"""For cgroup v2 and v1: folder of all groups, the own group in ``/proc/self/cgroup``, and names of the limit,
-the use, and the file caches in ``memory.stat``."""
-
-
-def _cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the folders of this process's control groups and of their parents, and the names of their files.
-    A container sees its own group as the top, whatever its path on the host is."""
-    groups = _text(root / "proc/self/cgroup")
-    for place, pattern, names in _CGROUP_FILES:
-        top = root / place
-        own = re.search(pattern, groups, re.MULTILINE)
-        folder = top / own[1] if own and ".." not in own[1].split("/") else top
-        while folder != top:
-            yield folder, names
-            folder = folder.parent
-        yield top, names
+def _cgroups(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control group and of its parents. A container sees its own group as
+    the top, whatever its path on the host is."""
+    top = root / "sys/fs/cgroup"
+    own = re.search(r"^0::/(.*)$", _text(root / "proc/self/cgroup"), re.MULTILINE)
+    folder = top / own[1] if own and ".." not in own[1].split("/") else top
+    while folder != top:
+        yield folder
+        folder = folder.parent
+    yield top
 
 
 def _text(path: Path) -> str:
