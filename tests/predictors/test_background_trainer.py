@@ -20,9 +20,8 @@ from sojourn_server.predictors.background_trainer import (  # noqa: E402
     BackgroundTrainer,
     LengthPrediction,
 )
-from sojourn_server.predictors.length_network import LengthNetwork  # noqa: E402
+from sojourn_server.predictors.length_network import LengthNetwork, load_weights, save_weights  # noqa: E402
 from sojourn_server.predictors.length_trainer import LengthTrainer  # noqa: E402
-from sojourn_server.predictors.weights_file import load_weights, save_weights  # noqa: E402
 
 AT_ONCE_S = 30.0
 """Far more than a call takes, and far less than what it must not wait for."""

@@ -11,8 +11,12 @@ torch = pytest.importorskip("torch")
 
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from sojourn_server.predictors.length_network import LengthNetwork  # noqa: E402
-from sojourn_server.predictors.weights_file import WeightsError, load_weights, save_weights  # noqa: E402
+from sojourn_server.predictors.length_network import (  # noqa: E402
+    LengthNetwork,
+    WeightsError,
+    load_weights,
+    save_weights,
+)
 
 HIDDEN = 48
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from .length_network import load_weights, save_weights
 from .length_trainer import LengthTrainer
-from .weights_file import load_weights, save_weights
 
 logger = logging.getLogger("vllm.sojourn")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -29,9 +28,9 @@ def measure_bandwidth(copy_bytes: int = COPY_BYTES, block_bytes: int | None = No
     """Measure copy bandwidth as the median of a few copies of about ``copy_bytes``, and return it. Never
     raises.
 
-    With CUDA, the copies are between the device and pinned host memory. Without CUDA, they are the copies of
-    KV blocks that a CPU engine's host memory tier makes. ``block_bytes``: size of such a block; ``None``: the
-    copies are plain memory copies.
+    With CUDA, the copies are between the device and pinned host memory. Without CUDA, they are copies within
+    the host, of scattered blocks of ``block_bytes``, as a CPU engine's host memory tier makes them; ``None``:
+    in one piece.
     """
     try:
         import torch
@@ -40,15 +39,20 @@ def measure_bandwidth(copy_bytes: int = COPY_BYTES, block_bytes: int | None = No
             host = torch.empty(copy_bytes, dtype=torch.uint8, pin_memory=True)
             device = torch.empty(copy_bytes, dtype=torch.uint8, device="cuda")
             return CopyBandwidth(_copy_rate(torch, host, device), _copy_rate(torch, device, host))
-        if block_bytes is not None:
-            return _host_tier_bandwidth(torch, copy_bytes, block_bytes)
-        source = torch.ones(copy_bytes, dtype=torch.uint8)
-        rate = _copy_rate(torch, torch.empty_like(source), source)
-        return CopyBandwidth(
-            rate, rate, "no CUDA device: memory copies within the host, in one piece and not in blocks"
+        import numpy
+
+        size = block_bytes or copy_bytes
+        source = numpy.ones((max(1, copy_bytes // size), size), numpy.uint8)
+        # In a pool that has been used for a while, a context's blocks are scattered.
+        target, places = numpy.empty_like(source), numpy.random.default_rng(0).permutation(len(source))
+        seconds = _median_seconds(lambda: numpy.take(source, places, 0, out=target, mode="clip"))
+        rate, what = (
+            source.nbytes / seconds,
+            f"in blocks of {size:,} bytes" if block_bytes else "in one piece",
         )
-    except ModuleNotFoundError:
-        return CopyBandwidth(None, None, "torch is not installed here")
+        return CopyBandwidth(rate, rate, f"no CUDA device: memory copies within the host, {what}")
+    except ModuleNotFoundError as error:
+        return CopyBandwidth(None, None, f"{error.name} is not installed here")
     except Exception as error:  # an incompatible driver, no free memory next to the engine, …
         return CopyBandwidth(None, None, f"the copy failed: {type(error).__name__}: {str(error)[:200]}")
 
@@ -70,50 +74,12 @@ def _copy_rate(torch: Any, target: Any, source: Any) -> float:
 
     def copy() -> None:
         target.copy_(source, non_blocking=True)
-        if target.is_cuda or source.is_cuda:
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
 
     return float(target.nbytes) / _median_seconds(copy)
 
 
-def _host_tier_bandwidth(torch: Any, copy_bytes: int, block_bytes: int) -> CopyBandwidth:
-    """Measure how fast the host tier of a CPU engine saves KV blocks and loads them back."""
-    from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block_rows
-    from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs
-    from sojourn_server.kv_offload.offload_worker import OffloadWorker
-
-    count = max(1, copy_bytes // block_bytes)
-    cache = torch.ones(count, block_bytes, dtype=torch.uint8)
-    memory = CpuDeviceBackend([block_rows("layer", cache, count)], count)
-    # In a pool that has been used for a while, a context's blocks are scattered.
-    draw = random.Random(0)
-    copies = [
-        BlockCopy(*pair) for pair in zip(*(draw.sample(range(count), count) for _ in range(2)), strict=True)
-    ]
-    mover = OffloadWorker(memory)
-
-    def save() -> None:
-        mover.begin_step(OffloadJobs(saves=copies))
-
-    def load() -> None:
-        mover.begin_step(OffloadJobs(loads={"profile": copies}))
-        mover.wait_for_loads()
-        if mover.take_loaded()[1]:
-            raise MemoryError("blocks could not be copied back")
-
-    try:
-        moved = count * memory.block_bytes
-        return CopyBandwidth(
-            moved / _median_seconds(save),
-            moved / _median_seconds(load),
-            f"no CUDA device: copies between a CPU engine's KV and host memory, as --kv-host-gib makes them, "
-            f"of {memory.block_bytes:,} bytes a block",
-        )
-    finally:
-        mover.close()
-
-
-def _median_seconds(run: Callable[[], None]) -> float:
+def _median_seconds(run: Callable[[], object]) -> float:
     times: list[float] = []
     for _ in range(REPEATS + 1):
         started = time.perf_counter()
