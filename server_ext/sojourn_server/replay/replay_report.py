@@ -16,8 +16,8 @@ CACHED_TOKENS_MISSING = (
     "the server does not report cached tokens: start it with --enable-prompt-tokens-details"
 )
 FORCING_IGNORED = (
-    "the server did not generate the forced tokens: start it with "
-    "--logits-processors sojourn_server.vllm.forced_tokens:ForcedTokens"
+    "the server did not generate the forced tokens: start it with --logits-processors "
+    "sojourn_server.vllm.forced_tokens:ForcedTokens (on CUDA with VLLM_USE_V2_MODEL_RUNNER=0)"
 )
 OUTPUTS_UNKNOWN = (
     "the server does not return token ids, so prompts contain synthetic outputs and each turn's output is "
