@@ -72,7 +72,7 @@ BUDGETS = {
     "profiling": 602,
     "models": 374,
     "demo": 942,
-    "cli": 4_629,
+    "cli": 4_558,
     "sojourn_server": 4,
     "tests": 66_329,
     "benchmarks": 10_506,

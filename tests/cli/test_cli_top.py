@@ -19,7 +19,7 @@ from sojourn_server.cli.cli_error import CliError
 from sojourn_server.cli.explain import explanation_view, turn_table
 from sojourn_server.cli.live_client import LiveClient
 from sojourn_server.cli.top import explanation_of
-from sojourn_server.cli.top_view import COLUMNS, SORTABLE, Line, TopView, shows_leases, sorted_programs
+from sojourn_server.cli.top_view import COLUMNS, SORTABLE, TopView, shows_leases, sorted_programs
 from sojourn_server.metrics.live_frame import LiveFrame
 from sojourn_server.metrics.turn_explanation import Explanation
 from test_cli_explain import FOUND
@@ -39,15 +39,10 @@ PROGRAMS = (
 )
 
 
-def text_of(line: Line) -> str:
-    """The line without styles or trailing blanks."""
-    return "".join(text for text, _ in line).rstrip()
-
-
 def test_the_lines_fit_eighty_columns_and_say_what_the_frame_says() -> None:
     shown = frame(*PROGRAMS, engines=2)
     views = sorted_programs(shown)
-    texts = [text_of(line) for line in TopView(shown, 80, url="http://h:8000").page()]
+    texts = [line.plain.rstrip() for line in TopView(shown, 80, url="http://h:8000").page()]
     for text in texts:
         assert cell_len(text) <= 80, text
         assert text.isprintable(), text
@@ -64,7 +59,7 @@ def test_the_lines_fit_eighty_columns_and_say_what_the_frame_says() -> None:
 def test_engines_that_only_observe_are_not_the_policy_of_a_pair() -> None:
     def title(*policies: str) -> str:
         engines = [msgspec.structs.replace(frame().engines[0], policy=policy) for policy in policies]
-        return text_of(TopView(msgspec.structs.replace(frame(), engines=engines), 80).header()[0])
+        return TopView(msgspec.structs.replace(frame(), engines=engines), 80).header()[0].plain.rstrip()
 
     assert title("sojourn", "observe").endswith("policy sojourn")
     assert title("observe", "observe").endswith("policy observe")
@@ -86,7 +81,7 @@ def test_a_policy_without_leases_shows_places_and_reused_tokens_instead() -> Non
         grants_leases=False,
     )
     shown = msgspec.structs.replace(frame(*rows), engines=[engine])
-    texts = [text_of(line) for line in TopView(shown, 80).page()]
+    texts = [line.plain.rstrip() for line in TopView(shown, 80).page()]
     assert not any("lease" in text.lower() for text in texts)
     assert any(text.endswith("· placed 2 device, 1 host, 1 waiting") for text in texts)
     assert shows_leases(shown) is False
@@ -108,7 +103,7 @@ def test_every_column_sorts_and_the_filter_finds_tools_and_states() -> None:
     for name in SORTABLE:
         views = sorted_programs(shown, sort=name)
         assert {view.row.program_id for view in views} == {one.program_id for one in PROGRAMS}
-        key = next(column.key for column in COLUMNS if column.name.lower() == name)
+        key = next(column.sort_key for column in COLUMNS if column.name.lower() == name)
         assert key(views[0]) > key(sorted_programs(shown, sort=name, reverse=True)[0])
     assert sorted_programs(shown, sort="lease")[0].row.program_id == "queued"
     assert sorted_programs(shown, sort="lost")[0].row.program_id == "busy"
@@ -194,7 +189,8 @@ def shown(view: RenderableType) -> str:
 
 async def test_keys_sort_filter_pause_and_explain() -> None:
     pytest.importorskip("textual", reason="textual is missing: pip install 'sojourn[top]'")
-    from sojourn_server.cli.top_app import ExplanationScreen, ProgramTable, TopApp, _Lines
+    from sojourn_server.cli.top_app import ExplanationScreen, ProgramTable, TopApp
+    from textual.widgets import Static
 
     asked: list[str] = []
     frames = [0]
@@ -217,7 +213,7 @@ async def test_keys_sort_filter_pause_and_explain() -> None:
         table = app.query_one(ProgramTable)
 
         def head(id: str = "#header") -> str:
-            return "".join(text for line in app.query_one(id, _Lines).lines for text, _ in line)
+            return str(app.query_one(id, Static).content)
 
         def listed() -> list[str | None]:
             return [option.id for option in table.options]

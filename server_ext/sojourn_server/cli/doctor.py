@@ -3,7 +3,6 @@ pairs, with the next step for each fault."""
 
 from __future__ import annotations
 
-import itertools
 import platform
 import subprocess
 import sys
@@ -30,8 +29,6 @@ from sojourn.wire_codec import (
 
 from ..launch.launch_environment import installed_versions, read_memory
 from ..metrics.live_frame import PROBE_ID, LiveFrame
-from ..models import LOCAL_MODELS, ModelError, is_cached, model_directory
-from ..models.gguf_source import find_gguf
 from ..vllm import compat
 from .console import (
     PASS_KEY,
@@ -48,7 +45,6 @@ from .top_view import age_s, age_text, printable, untracked_text
 
 _TIMEOUT_S = 20.0
 _IMPORT_TIMEOUT_S = 120.0
-_ENTRY_POINTS = ((compat.GENERAL_PLUGINS, "sojourn"), (compat.ENDPOINT_PLUGINS, "sojourn"))
 _ROCM_DEVICE = Path("/dev/kfd")
 _IMPORT_ENGINE = "from transformers import LlamaConfig; import torch; print(torch.cuda.device_count())"
 _COMPANIONS = ("torch", "openai", "mini-swe-agent", "matplotlib")
@@ -60,12 +56,16 @@ REPLICAS_PATH = "/sojourn/v1/replicas"
 @dataclass(frozen=True, slots=True)
 class Check:
     """One line of the report. ``ok``: True for a passed check, False for a fault, ``None`` for information or
-    an undecided check."""
+    an undecided check. A passed check has no next step."""
 
     name: str
     ok: bool | None
     detail: str
     next_step: str = ""
+
+    def __post_init__(self) -> None:
+        if self.ok:
+            object.__setattr__(self, "next_step", "")
 
 
 def doctor(
@@ -78,9 +78,7 @@ def doctor(
     # The report is the result, so it goes to stdout, unless the JSON goes to stdout.
     report = console if json_output == "-" else Console()
     checks: list[Check] = []
-    found = iter(()) if url is None else _url_checks(url, api_key, key_source(context))
-    # With a URL the report is about that server, which has imported its engine already.
-    for check in itertools.chain(found, environment_checks(import_engine=url is None)):
+    for check in _checks(url, api_key, key_source(context)):
         checks.append(check)
         _print(check, report)
     failed = [check for check in checks if check.ok is False]
@@ -90,6 +88,13 @@ def doctor(
     if json_output is not None:
         write_json({"ok": not failed, "checks": [asdict(check) for check in checks]}, json_output)
     raise typer.Exit(1 if failed else 0)
+
+
+def _checks(url: str | None, api_key: str | None, key_source: str) -> Iterator[Check]:
+    if url is not None:
+        yield from _url_checks(url, api_key, key_source)
+    # With a URL the report is about that server, which has imported its engine already.
+    yield from environment_checks(import_engine=url is None)
 
 
 def _url_checks(url: str, api_key: str | None, key_source: str) -> Iterator[Check]:
@@ -121,29 +126,26 @@ def _announce(what: str) -> None:
 
 
 def environment_checks(*, import_engine: bool = True) -> Iterator[Check]:
-    """Yield the checks of this environment: Python, packages, vLLM, memory, entry points and models.
+    """Yield the checks of this environment: Python, packages, vLLM, memory and entry points.
 
     ``import_engine``: also import the engine's model library, which takes seconds."""
     yield Check("python", True, f"{platform.python_version()} at {sys.executable}")
     versions = installed_versions("sojourn", *_COMPANIONS)
-    if version := versions.get("sojourn"):
-        yield Check("sojourn", True, version)
-    else:
-        said = "not installed as a distribution, so vLLM cannot find the plugin"
-        yield Check("sojourn", False, said, f"run {install_command('server')}")
+    install = install_command("server")
+    said = versions.get("sojourn", "not installed as a distribution, so vLLM cannot find the plugin")
+    yield Check("sojourn", "sojourn" in versions, said, f"run {install}")
     yield from _engine_checks(import_engine)
     memory, gib = read_memory(), 1 << 30
     said = f"{memory.available_bytes / gib:.2f} GiB available of {memory.total_bytes / gib:.2f} GiB of "
     yield Check("memory", True, f"{said}{memory.owner}, for model, KV cache and --kv-host-gib")
     for name in _COMPANIONS:
-        version = versions.get(name)
-        yield Check(name, True if version else None, version or "not installed; only some commands need it")
-    for group, name in _ENTRY_POINTS:
-        found = [entry.value for entry in metadata.entry_points(group=group) if entry.name == name]
+        said = versions.get(name, "not installed; only some commands need it")
+        yield Check(name, True if name in versions else None, said)
+    for group in (compat.GENERAL_PLUGINS, compat.ENDPOINT_PLUGINS):
+        found = [entry.value for entry in metadata.entry_points(group=group, name="sojourn")]
         said = found[0] if found else "not visible to this interpreter"
-        step = "" if found else f"in the environment that runs vLLM: {install_command('server')}"
+        step = f"in the environment that runs vLLM: {install}"
         yield Check(f"entry point {group}", bool(found), said, step)
-    yield from _model_checks()
 
 
 def _engine_checks(import_engine: bool) -> Iterator[Check]:
@@ -153,18 +155,17 @@ def _engine_checks(import_engine: bool) -> Iterator[Check]:
         step = f"to serve from here: {cpu_engine}, or on a CUDA machine {install_command('vllm')}"
         yield Check("vllm", None, "not installed; serve, demo and the engine tests need it", step)
         return
-    said = f"{version}, {'CPU build' if compat.is_cpu_build() else 'not a CPU build'}"
+    tested = f"; tested with this sojourn: {', '.join(compat.TESTED_VLLM)}"
     if compat.is_tested(version):
         without = version.split("+", 1)[0] in compat.TESTED_WITHOUT_ENGINE
         how = ", its scheduler only: it has no CPU build to run whole engines" if without else ""
-        yield Check("vllm", True, f"{said}, tested with this sojourn{how}")
-    else:
-        said += f"; tested with this sojourn: {', '.join(compat.TESTED_VLLM)}"
-        yield Check("vllm", False, said, "install a tested release, or serve with --policy stock")
-    if not import_engine:
-        return
-    _announce(f"importing the engine's models, up to {_IMPORT_TIMEOUT_S:g} s")
-    yield from _import_checks(needs_gpu=not compat.is_cpu_build() and not _ROCM_DEVICE.exists())
+        tested = f", tested with this sojourn{how}"
+    build = "CPU build" if compat.is_cpu_build() else "not a CPU build"
+    step = "install a tested release, or serve with --policy stock"
+    yield Check("vllm", compat.is_tested(version), f"{version}, {build}{tested}", step)
+    if import_engine:
+        _announce(f"importing the engine's models, up to {_IMPORT_TIMEOUT_S:g} s")
+        yield from _import_checks(needs_gpu=not compat.is_cpu_build() and not _ROCM_DEVICE.exists())
 
 
 def _import_checks(*, needs_gpu: bool) -> Iterator[Check]:
@@ -191,31 +192,17 @@ def _import_checks(*, needs_gpu: bool) -> Iterator[Check]:
         return
     yield Check(name, True, "transformers loads its models")
     if needs_gpu:
-        if devices := int(run.stdout.split()[-1]):
-            yield Check("gpu", True, f"{devices} for CUDA")
-            return
-        # No fault: vLLM's scheduler, and so sojourn simulate, runs without a GPU.
-        said = "torch finds none; vLLM's build for CUDA cannot start an engine here"
+        devices = int(run.stdout.split()[-1])
+        none = "torch finds none; vLLM's build for CUDA cannot start an engine here"
+        said = f"{devices} for CUDA" if devices else none
         step = "give the container its GPUs, install the driver, or use vLLM's CPU build"
-        yield Check("gpu", None, said, step)
+        # No fault: vLLM's scheduler, and so sojourn simulate, runs without a GPU.
+        yield Check("gpu", True if devices else None, said, step)
 
 
 def _is_checkout() -> bool:
     """Return whether this package lies in a checkout, where ``make setup`` works."""
     return (Path(__file__).parents[3] / "Makefile").is_file()
-
-
-def _model_checks() -> Iterator[Check]:
-    for name in LOCAL_MODELS:
-        if is_cached(name):
-            yield Check(f"model {name}", True, f"present in {model_directory(name)}")
-            continue
-        try:
-            find_gguf()
-        except ModelError as error:
-            yield Check(f"model {name}", None, f"cannot be made: {error.message}", error.next_step)
-        else:
-            yield Check(f"model {name}", True, "will be made on first use")
 
 
 # --- a server -----------------------------------------------------------------------------------
@@ -233,20 +220,18 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
     except httpx.HTTPError as error:
         yield Check("server", False, *connection_advice(error, base))
         return
-    if health.status_code != 200:
-        found = gateway_checks(client, goes_on=False)
-        if any(check.ok is False for check in found):
-            yield from (Check("server", True, f"{base} is up"), *found)
-            return
+    is_up = health.status_code == 200
+    gateway = gateway_checks(client, goes_on=is_up)
+    if not is_up and all(check.ok is not False for check in gateway):
         step = "wait until it has loaded; if it does not, see its log"
         yield Check("server", False, f"{base}/health answers {health.status_code}", step)
         return
     yield Check("server", True, f"{base} is up")
+    yield from gateway
+    if not is_up:
+        return
 
     models = _ask(client, "GET", "/v1/models")
-    found = gateway_checks(client) if _is_gateway_answer(models) else []
-    yield from found
-    served = [str(entry["id"]) for entry in json_object(models).get("data") or ()]
     with_key = "Authorization" in client.headers
     if models.status_code in (401, 403):
         said, step = "the server needs one", PASS_KEY
@@ -255,9 +240,10 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
             step = "compare it with the server's --api-key, or a gateway's --tenants"
         yield Check("API key", False, said, step)
         return
+    served = [str(entry["id"]) for entry in json_object(models).get("data") or ()]
     if not served:
-        what = "see the replicas' logs" if found else "is this an OpenAI-compatible server?"
-        yield Check("models", False, f"/v1/models: {_error_summary(models)}", what)
+        step = "see the replicas' logs" if gateway else "is this an OpenAI-compatible server?"
+        yield Check("models", False, f"/v1/models: {_error_summary(models)}", step)
         return
     yield Check("API key", True, f"accepted, or none needed ({key_source})" if with_key else "none needed")
     yield Check("models", True, ", ".join(served))
@@ -274,16 +260,16 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         yield Check("plugin", False, f"{CAPABILITIES_PATH}: {_error_summary(answer)}", step)
         return
     document = json_object(answer)
-    wires = document.get("wire", [])
-    understood = WIRE_VERSION in (wires if isinstance(wires, list) else [wires])
-    policy = document.get("policy", "?")
-    step = "" if policy != "off" else f"to switch it on: sojourn policy on --url {_base_url(client)}"
-    yield Check(
-        "plugin",
-        understood and (None if step else True),
-        f"sojourn {document.get('version', '?')}, policy {policy}, wire {wires}",
-        step if understood else f"this client speaks wire {WIRE_VERSION}; use the same release on both sides",
+    wires, policy = document.get("wire", []), document.get("policy", "?")
+    ok, step = (
+        None if policy == "off" else True,
+        f"to switch it on: sojourn policy on --url {_base_url(client)}",
     )
+    if WIRE_VERSION not in (wires if isinstance(wires, list) else [wires]):
+        ok = False
+        step = f"this client speaks wire {WIRE_VERSION}; use the same release on both sides"
+    said = f"sojourn {document.get('version', '?')}, policy {policy}, wire {wires}"
+    yield Check("plugin", ok, said, step)
     if paths := document.get("paths"):  # of one engine; a gateway has none
         step = f"to use it: sojourn gateway --prefill URL --decode URL, with this one as {paths['role']}"
         yield Check("role", None, f"a {paths['role']} engine, which serves behind a gateway", step)
@@ -298,6 +284,11 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
     if isinstance(missing := document.get("missing"), dict):
         names = ", ".join(missing["mechanisms"])
         yield Check("mechanisms", None, f"off: {names}, because {missing['because']}")
+    yield _events_check(client)
+    yield from _programs_checks(client)
+
+
+def _events_check(client: httpx.Client) -> Check:
     batch = encode(EventBatch(v=WIRE_VERSION, emitter="doctor", events=[]))
     answer = _ask(client, "POST", EVENTS_PATH, content=batch)
     wrong = "" if answer.status_code == 200 else _error_summary(answer)
@@ -305,8 +296,7 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         decode_outcomes(answer.content)
     except ValueError as error:
         wrong = wrong or f"{type(error).__name__}: {error}"
-    yield Check("events", not wrong, wrong or "accepted", "see the server's log" if wrong else "")
-    yield from _programs_checks(client)
+    return Check("events", not wrong, wrong or "accepted", "see the server's log")
 
 
 def _programs_checks(client: httpx.Client) -> Iterator[Check]:
@@ -323,14 +313,15 @@ def _programs_checks(client: httpx.Client) -> Iterator[Check]:
         yield Check("programs", None, f"not a live frame: {error}")
         return
     untracked = untracked_text(frame)
-    run = f"sojourn run --url {_base_url(client)} -- python agent.py, or open sojourn.program() in the agent"
-    said, step = "none yet", run
+    said = "none yet"
+    step = f"sojourn run --url {_base_url(client)} -- python agent.py, or open sojourn.program() in the agent"
     if frame.programs:
         newest = min(frame.programs, key=lambda row: age_s(row, frame))
         name = printable(newest.name or newest.program_id)
         said = f"{frame.total} seen, newest {name} {age_text(newest, frame)}"
-        step = f"if an agent sent the requests without a program: {run}" if untracked else ""
-    yield Check("programs", None if step else True, "; ".join(filter(None, (said, untracked))), step)
+        step = f"if an agent sent the requests without a program: {step}"
+    ok = True if frame.programs and not untracked else None
+    yield Check("programs", ok, "; ".join(filter(None, (said, untracked))), step)
 
 
 def _tiers_check(document: dict[str, Any]) -> Check:
@@ -346,11 +337,10 @@ def _tiers_check(document: dict[str, Any]) -> Check:
         return Check("tiers", None, "none below the device: evicted KV is computed again")
     names = {"host": "host memory", "disk": "disk"}
     sizes = [f"{name} for {_size(tiers[field])}" for field, name in names.items() if tiers.get(field)]
-    what = ", ".join([str(tiers.get("connector")), *sizes])
-    if tiers.get("on", True):
-        return Check("tiers", True, what)
-    said = f"{what}; turned off: {tiers.get('off_because') or 'for an unknown reason'}"
-    return Check("tiers", False, said, "see the server's log; until a restart, evicted KV is computed again")
+    said, is_on = ", ".join([str(tiers.get("connector")), *sizes]), tiers.get("on", True)
+    if not is_on:
+        said += f"; turned off: {tiers.get('off_because') or 'for an unknown reason'}"
+    return Check("tiers", is_on, said, "see the server's log; until a restart, evicted KV is computed again")
 
 
 def _size(tier: dict[str, Any]) -> str:
@@ -372,14 +362,14 @@ def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
         said = "not checked: the gateway's admin key may see everything and generate nothing"
         return Check(name, None, said, "pass a tenant's key to generate a token")
     if answer.status_code != 200:
-        advice = "the server generates nothing: see its log; for a gateway also its engines' logs"
-        fault = answer.status_code >= 500
-        said = f"/v1/completions: {_error_summary(answer)}"
-        return Check(name, False if fault else None, said, advice if fault else "")
+        step = "the server generates nothing: see its log; for a gateway also its engines' logs"
+        if answer.status_code < 500:
+            return Check(name, None, f"/v1/completions: {_error_summary(answer)}")
+        return Check(name, False, f"/v1/completions: {_error_summary(answer)}", step)
     details = (json_object(answer).get("usage") or {}).get("prompt_tokens_details")
-    if isinstance(details, dict) and details.get("cached_tokens") is not None:
-        return Check(name, True, "reported with each answer")
-    return Check(name, False, "not reported", "start the server with --enable-prompt-tokens-details")
+    reported = isinstance(details, dict) and details.get("cached_tokens") is not None
+    said = "reported with each answer" if reported else "not reported"
+    return Check(name, reported, said, "start the server with --enable-prompt-tokens-details")
 
 
 def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]:
@@ -396,30 +386,26 @@ def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]
         return [Check("gateway", None, said)]
     document = json_object(answer)
     states: list[dict[str, Any]] = document.get("replicas") or []
-    missing: list[str] = document.get("missing") or []
-    health = {state["replica"]: state["health"] for state in states}
-    unanswered = [name for name, how in health.items() if how == "suspect"]
-    leaving = [name for name, how in health.items() if how == "draining"]
     refused: dict[str, str] = document.get("refused") or {}
-    known, up = len(states) + len(missing) + len(refused), len(states) - len(unanswered)
+    unanswered = [state["replica"] for state in states if state["health"] == "suspect"]
+    silent = [*unanswered, *(document.get("missing") or [])]
+    leaving = sum(state["health"] == "draining" for state in states)
+    up = len(states) - len(unanswered)
     capabilities = json_object(_ask(client, "GET", CAPABILITIES_PATH))
     # Capabilities need an engine that answers; the gateway's policy is known without an engine.
     policy = capabilities.get("cluster_policy") or document.get("policy") or "unknown"
-    detail = f"policy {policy}, {up} of {known} replicas up"
-    if leaving:
-        detail += f", {len(leaving)} of them draining"
-    if missing or unanswered:
-        detail += f"; no answer from: {', '.join([*unanswered, *missing])}"
-    if refused:
-        detail += f"; {len(refused)} rejected"
-    if up and goes_on:
-        detail += "; its replicas answer the following checks"
-    pairs = _pairs_check(document, states, refused)
+    parts = {
+        f"policy {policy}, {up} of {up + len(silent) + len(refused)} replicas up": True,
+        f", {leaving} of them draining": leaving,
+        f"; no answer from: {', '.join(silent)}": silent,
+        f"; {len(refused)} rejected": refused,
+        "; its replicas answer the following checks": up and goes_on,
+    }
+    detail = "".join(text for text, applies in parts.items() if applies)
     # The line of the pairs has the next step for rejected replicas.
-    if known and up + len(refused) == known:
-        return [Check("gateway", True, detail), *pairs]
-    advice = "wait until they have loaded, start them, or see their logs"
-    return [Check("gateway", False, detail, advice), *pairs]
+    ok = not silent and bool(up or refused)
+    step = "wait until they have loaded, start them, or see their logs"
+    return [Check("gateway", ok, detail, step), *_pairs_check(document, states, refused)]
 
 
 def _pairs_check(
@@ -438,12 +424,10 @@ def _pairs_check(
     for url, why in refused.items():
         detail += f"; {url} is rejected: {why}"
     absent = " and a ".join(name for name, number in roles.items() if not number)
-    advice = ""
+    step = f"start a {absent} engine, or see its log; until one is up, requests wait (--wait-s)"
     if refused:
-        advice = "start them like the other engines, or remove them from --prefill and --decode"
-    elif absent:
-        advice = f"start a {absent} engine, or see its log; until one is up, requests wait (--wait-s)"
-    yield Check("pairs", not advice, detail, advice)
+        step = "start them like the other engines, or remove them from --prefill and --decode"
+    yield Check("pairs", not (refused or absent), detail, step)
 
 
 # --- answers of the server ----------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ..metrics.live_frame import LiveFrame
 from .console import CliError, api_key_option, json_option, print_line, url_option, write_json
 from .explain import explanation_view, turn_table
 from .live_client import AnswerError, LiveClient
-from .top_view import MIN_WIDTH, SORTABLE, TopView, as_text, sorted_programs
+from .top_view import MIN_WIDTH, SORTABLE, TopView, sorted_programs
 
 _PIPED_WIDTH = 120
 """Width where stdout is no terminal. It leaves room for the programs' names."""
@@ -41,7 +41,9 @@ def top(
             if json_output != "-":
                 print_line(f"wrote {json_output}")
         elif once or not sys.stdout.isatty():
-            _print(client.frame(), client.shown_url, sort)
+            width = max(MIN_WIDTH, shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns)
+            view = TopView(client.frame(), width, url=client.shown_url, sort=sort)
+            Console(width=width, highlight=False).print(*view.page(), sep="\n", soft_wrap=True)
         else:
             from .top_app import TopApp
 
@@ -82,10 +84,3 @@ def explanation_of(client: LiveClient, program_id: str) -> RenderableType:
         if error.status != 404:  # no turn yet, or a server without explanations
             raise
     return table
-
-
-def _print(frame: LiveFrame, url: str, sort: str) -> None:
-    width = max(MIN_WIDTH, shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns)
-    out = Console(width=width, highlight=False)
-    for line in TopView(frame, width, url=url, sort=sort).page():
-        out.print(as_text(line), soft_wrap=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar
 
 from rich.console import RenderableType
+from rich.text import Text
 from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -16,26 +17,14 @@ from textual.widgets import Footer, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from ..metrics.live_frame import LiveFrame
-from . import top_view
 from .cli_error import CliError
+from .top_view import DIM, LOSS, TopView, column_meanings, cut, duration
 
 Explain = Callable[[str], RenderableType]
 
 
-class _Lines(Static):
-    """A widget that draws styled lines of text. Markup in the text is not interpreted."""
-
-    DEFAULT_CSS = "_Lines { height: auto; }"
-
-    lines: Sequence[top_view.Line] = ()
-
-    def show(self, lines: Sequence[top_view.Line]) -> None:
-        self.lines = lines
-        self.update(top_view.as_text([("\n", "")]).join(map(top_view.as_text, lines)))
-
-
 class ProgramTable(OptionList):
-    """The programs, one in a line, with a cursor that stays on the program that the user moved it to."""
+    """The programs, one in a line."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("k", "cursor_up", show=False),
@@ -44,20 +33,6 @@ class ProgramTable(OptionList):
         Binding("G", "last", show=False),
         Binding("enter", "app.explain", show=False),
     ]
-
-    _chosen: str | None = None
-    """Id of the program that the user moved the cursor to."""
-
-    def show(self, lines: dict[str, top_view.Line]) -> None:
-        """Show ``lines``, each with its program's id, instead of the present ones. The cursor is on the first
-        line if the user did not move it, or its program is gone."""
-        with self.prevent(OptionList.OptionHighlighted):
-            self.set_options(Option(top_view.as_text(line), id) for id, line in lines.items())
-            if lines:
-                self.highlighted = self.get_option_index(self._chosen) if self._chosen in lines else 0
-
-    def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
-        self._chosen = event.option_id
 
 
 class ExplanationScreen(ModalScreen[None]):
@@ -77,13 +52,13 @@ class ExplanationScreen(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="explanation") as box:
-            box.border_title = top_view.cut(self._title, 60).replace("[", "\\[")
+            box.border_title = cut(self._title, 60).replace("[", "\\[")
             box.border_subtitle = "Escape: back"
             yield Static("asking the server …", id="explanation-text", markup=False)
         yield Footer()
 
     def on_mount(self) -> None:
-        self.query_one("#explanation", VerticalScroll).focus()
+        self.query_one("#explanation").focus()
         self._ask()
 
     @work(thread=True)
@@ -101,14 +76,14 @@ class ExplanationScreen(ModalScreen[None]):
 
 class TopApp(App[None]):
     """``sojourn top``. ``fetch`` returns a frame. ``explain`` returns the explanation of a program. Both may
-    block and raise ``CliError``."""
+    block and raise ``CliError``. The cursor stays on the program that the user moved it to."""
 
     TITLE = "sojourn top"
     ENABLE_COMMAND_PALETTE = False
     # A bar would hide the last column at 80 columns. On the theme's cursor the states could not be read.
     CSS = """
     Screen { background: $background; }
-    #filter { height: 1; border: none; padding: 0; }
+    #filter { height: 1; border: none; padding: 0; display: none; }
     ProgramTable { height: 1fr; border: none; padding: 0; scrollbar-size: 0 0; background: $background; }
     ProgramTable:focus { border: none; background-tint: transparent; }
     ProgramTable > .option-list--option { padding: 0; }
@@ -141,11 +116,12 @@ class TopApp(App[None]):
         self._fetch = fetch
         self._explain = explain
         self._url = url
-        self._title: top_view.Line = [(f"sojourn top  {url}", "bold")]
         self._interval_s = interval_s
         self._sort = sort
         self._reverse = False
         self._needle = ""
+        self._chosen = ""
+        """Id of the program that the user moved the cursor to."""
         self._paused = False
         self._frame: LiveFrame | None = None
         self._error: CliError | None = None
@@ -153,17 +129,18 @@ class TopApp(App[None]):
         self._answered_s = time.monotonic()
 
     def compose(self) -> ComposeResult:
-        yield _Lines(id="header")
-        yield Input(placeholder="filter: id, name, tenant, tool, state", id="filter")
-        yield _Lines(id="heading")
-        yield ProgramTable()
+        yield Static(id="header")
+        self._filter = Input(placeholder="filter: id, name, tenant, tool, state", id="filter")
+        yield self._filter
+        yield Static(id="heading")
+        self._table = ProgramTable()
+        yield self._table
         yield Footer()
 
     def on_mount(self) -> None:
-        self._head([self._title, [("asking …", "dim")]])
-        self.query_one("#filter", Input).display = False
-        self.set_focus(self.query_one(ProgramTable))
+        self.set_focus(self._table)
         self.set_interval(self._interval_s, self._tick)
+        self._draw()
         self._tick()
 
     def on_resize(self) -> None:
@@ -193,49 +170,49 @@ class TopApp(App[None]):
             self._draw()
 
     def _draw(self) -> None:
-        if not self.is_running:
-            return
-        view = self._view()
-        if view is not None:
-            self.query_one(ProgramTable).show(view.programs(self._needle))
-            self.query_one("#heading", _Lines).show(view.heading())
-            self._draw_header()
-        elif self._error is not None:
-            self._draw_error(self._error)
-
-    def _view(self) -> top_view.TopView | None:
-        """Return the view of the newest frame; ``None``: no server has answered yet."""
-        if self._frame is None:
-            return None
-        return top_view.TopView(
-            self._frame, self.size.width, url=self._url, sort=self._sort, reverse=self._reverse
-        )
-
-    def _draw_error(self, error: CliError) -> None:
-        again = f"asking again every {top_view.duration(self._interval_s)}"
-        texts = ((error.message, top_view.LOSS), (f"next: {error.next_step}", ""), (again, top_view.DIM))
-        self._head([self._title, *([(top_view.cut(text, self.size.width), style)] for text, style in texts)])
+        if (view := self._view()) is not None:
+            lines = view.programs(self._needle)
+            with self.prevent(OptionList.OptionHighlighted):
+                self._table.set_options(Option(line, id) for id, line in lines.items())
+                if lines:
+                    known = self._chosen in lines
+                    self._table.highlighted = self._table.get_option_index(self._chosen) if known else 0
+            self._show("#heading", view.heading())
+        self._draw_header()
 
     def _draw_header(self) -> None:
-        view = self._view()
-        if view is None:
+        width = self.size.width
+        if (view := self._view()) is None:
+            texts = [(f"sojourn top  {self._url}", "bold"), ("asking …", DIM)]
+            if (error := self._error) is not None:
+                again = f"asking again every {duration(self._interval_s)}"
+                texts[1:] = [(error.message, LOSS), (f"next: {error.next_step}", ""), (again, DIM)]
+            self._show("#header", [Text(cut(text, width), style) for text, style in texts])
             return
         note = "PAUSED" if self._paused else ""
         if self._error:
-            note = f"no answer for {top_view.duration(time.monotonic() - self._answered_s)}"
-        table, place = self.query_one(ProgramTable), ""
+            note = f"no answer for {duration(time.monotonic() - self._answered_s)}"
+        table, place = self._table, ""
         if table.highlighted is not None and table.option_count > table.size.height:
             place = f"{table.highlighted + 1}/{table.option_count}"
         lines = view.header(note=note, place=place)
         if self._needle:
             matches = f"{table.option_count} match “{self._needle}”; Escape shows all"
-            lines.append([(top_view.cut(matches, self.size.width), "bold")])
-        self._head(lines)
+            lines.append(Text(cut(matches, width), "bold"))
+        self._show("#header", lines)
 
-    def _head(self, lines: list[top_view.Line]) -> None:
-        self.query_one("#header", _Lines).show(lines)
+    def _view(self) -> TopView | None:
+        """Return the view of the newest frame; ``None``: no server has answered yet."""
+        if self._frame is None:
+            return None
+        return TopView(self._frame, self.size.width, url=self._url, sort=self._sort, reverse=self._reverse)
 
-    def on_option_list_option_highlighted(self) -> None:
+    def _show(self, where: str, lines: list[Text]) -> None:
+        for widget in self.query(where).results(Static):
+            widget.update(Text("\n").join(lines))
+
+    def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
+        self._chosen = event.option_id or ""
         self._draw_header()
 
     # -- keys ----------------------------------------------------------------------
@@ -262,33 +239,28 @@ class TopApp(App[None]):
     def action_filter(self) -> None:
         """Open the filter."""
         # Focus the filter before the next refresh, because keys typed until then belong to the filter.
-        box = self.query_one("#filter", Input)
-        box.display = True
-        self.set_focus(box)
+        self._filter.display = True
+        self.set_focus(self._filter)
 
     def action_unfilter(self) -> None:
         """Close the filter and show all programs."""
-        box = self.query_one("#filter", Input)
-        box.value = ""
-        self._close_filter()
+        self._filter.value = ""
+        self.on_input_submitted()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         self._needle = event.value.strip()
         self._draw()
 
     def on_input_submitted(self) -> None:
-        self._close_filter()
-
-    def _close_filter(self) -> None:
-        self.query_one("#filter", Input).display = False
-        self.set_focus(self.query_one(ProgramTable))
+        self._filter.display = False
+        self.set_focus(self._table)
 
     def action_columns(self) -> None:
         """Say what the columns mean."""
-        self.push_screen(ExplanationScreen("columns", lambda _: top_view.column_meanings()))
+        self.push_screen(ExplanationScreen("columns", lambda _: column_meanings()))
 
     def action_explain(self) -> None:
         """Explain the program under the cursor."""
-        line = self.query_one(ProgramTable).highlighted_option
+        line = self._table.highlighted_option
         if line is not None and line.id is not None:
             self.push_screen(ExplanationScreen(line.id, self._explain))
