@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -58,53 +57,20 @@ async def test_a_last_turn_that_was_cut_ends_no_program() -> None:
         await until(is_over)
 
 
-class Stalling(FakeEngine):
-    """Streams one event, and the others when it is let go on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.goes_on = asyncio.Event()
-
-    async def _stream(self, request: Request) -> AsyncIterator[bytes]:
-        yield b'data: {"number": 0}\n\n'
-        await self.goes_on.wait()
-        yield b'data: {"number": 1}\n\n'
-        yield b"data: [DONE]\n\n"
-
-
-class Client:
-    """An ASGI client whose engine is taken for dead when an answer to it begins."""
-
-    def __init__(self, it: World, replica_id: str) -> None:
-        self.told = b""
-        self._it, self._replica_id = it, replica_id
-        body = json.dumps({"messages": [], "stream": True}).encode()
-        self._body: list[dict[str, Any]] = [{"type": "http.request", "body": body}]
-
-    async def run(self) -> None:
-        scope = {"path": "/v1/chat/completions", "headers": [], "query_string": b""}
-        await self._it.gateway.generation(scope, self._receive, self._send)
-
-    async def _receive(self) -> dict[str, Any]:
-        if not self._body:
-            await asyncio.sleep(3600)
-        return self._body.pop()
-
-    async def _send(self, message: Any) -> None:
-        self.told += message.get("body", b"")
-        if message["type"] == "http.response.start":
-            self._it.gateway.routing_backend.tell(routing_events.ReplicaGone(self._replica_id, "1.0"))
-
-
 async def test_an_engine_that_is_lost_before_its_first_event_is_passed_on_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(proxy_request, "SILENT_ENGINE_S", 0.05)
-    async with running(Stalling()) as [fake], world([fake], poll_s=3600) as it:
-        client = Client(it, fake.name)
-        await asyncio.wait_for(client.run(), 30.0)
-        assert b"replica_lost" in client.told
-        fake.goes_on.set()
+    async with engines(1) as [fake], world([fake], poll_s=3600) as it:
+        fake.hang_after, tell = 1, it.gateway.routing_backend.tell
+
+        def lost_at_the_first_byte(event: routing_events.AnyRoutingEvent) -> None:
+            tell(event)
+            if isinstance(event, routing_events.FirstByteSent):
+                tell(routing_events.ReplicaGone(fake.name, "1.0"))
+
+        monkeypatch.setattr(it.gateway.routing_backend, "tell", lost_at_the_first_byte)
+        assert "replica_lost" in (await lines(await it.chat(stream=True)))[-2]
 
 
 # -- Requests through a gateway while its engines fail in any way: each has one whole answer or one error,

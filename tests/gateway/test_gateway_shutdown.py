@@ -45,14 +45,6 @@ async def assert_told(request: asyncio.Future[aiohttp.ClientResponse]) -> None:
     assert (error["code"], error["message"]) == ("gateway_stopping", RETRY)
 
 
-async def test_a_client_that_waits_for_an_engine_gets_an_error() -> None:
-    async with aiohttp.ClientSession() as http:
-        async with world([]) as made:
-            request = ask(http, made.url)
-            await until(lambda: made.gateway.routing_backend.core.waiting)
-        await assert_told(request)
-
-
 async def test_a_stream_under_way_ends_with_an_error_inside_it() -> None:
     async with engines(1) as [fake], aiohttp.ClientSession() as http:
         fake.hang_after = 2

@@ -85,7 +85,8 @@ def test_a_retried_request_is_one_request_and_says_the_same_twice(online, client
     # An attempt may not have arrived, so each carries the events; their numbers tell that they are the same.
     numbered = [[(e.program_id, e.seq) for e in r.events] for r in online.requests]
     assert numbered[0] == numbered[1] == numbered[2]
-    assert len(numbered[0]) == 3
+    assert len(numbered[0]) == sojourn.stats()["events_piggybacked"] == 3
+    assert {r.context.sojourn.emitter for r in online.requests} == {sojourn.runtime.session().event_sender.id}
     assert sojourn.flush(60)
     assert [e.seq for e in online.events()] == [3]
 

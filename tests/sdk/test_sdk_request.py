@@ -12,7 +12,6 @@ from sojourn.hints import AgenticContext, SojournContext
 from sojourn.program import ResolvedContext, add_resolver, remove_resolver
 from sojourn.request import Turn
 from sojourn.wire_codec import MAX_CONTEXT_BYTES, decode_context, decode_event
-from sojourn.wire_events import ProgramStart, ToolStart, ToolStop
 
 
 @pytest.fixture
@@ -99,24 +98,6 @@ def test_a_limit_of_steps_counts_down_with_the_turns_and_stops_at_nothing(online
             assert [steps_left(), steps_left()] == [0, 0]
     with sojourn.program(max_steps=1.5, **hints):
         assert [steps_left(), steps_left()] == [0.5, 0]
-
-
-def test_unsent_events_ride_once_and_are_not_sent_again(slow):
-    with sojourn.program() as p:
-        with sojourn.tool_call("bash", "c1"):
-            pass
-        first = context_of(sojourn.request_parts()[0])
-        second = context_of(sojourn.request_parts()[0])
-    assert sojourn.flush(60)
-    riding = [decode_event(raw) for raw in first.sojourn.events]
-    assert [type(e) for e in riding] == [ProgramStart, ToolStart, ToolStop]
-    assert [e.seq for e in riding] == [0, 1, 2]
-    assert first.sojourn.emitter == sojourn.runtime.session().event_sender.id
-    assert second.sojourn.events == []
-    assert second.sojourn.emitter is None
-    assert [e.seq for e in slow.events()] == [3]
-    assert sojourn.stats()["events_piggybacked"] == 3
-    assert p.id == first.program_id
 
 
 def test_a_request_takes_its_own_programs_events_only(slow):
