@@ -11,7 +11,8 @@ from sojourn_server.core.events_and_actions import TurnFinishReason
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.policy_views import RunningRequestView, WaitingRequestView
 from sojourn_server.policies.preset import parse_preset
-from virtual_engine import VirtualEngine, prompt
+from sojourn_server.programs.program_status import ProgramStatus
+from virtual_engine import VirtualEngine, chain, prompt
 
 
 def engine() -> VirtualEngine:
@@ -106,20 +107,28 @@ def test_an_aborted_request_has_run_and_waited_too() -> None:
     assert (e.program("p").attained_s, e.program("p").waited_s) == (3.0, 3.0)
 
 
-def test_a_request_that_outlives_its_programs_end_counts_for_no_later_program_of_that_id() -> None:
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_a_request_that_outlives_its_programs_end_counts_for_no_later_program_of_that_id(
+    ends_first: bool,
+) -> None:
     e = engine()
-    outlives = e.arrive("p", prompt(40))
+    outlives = e.arrive("p", prompt(80, 1))
     e.admit(outlives)
     e.wait(100.0)
     e.send(ProgramEnd(program_id="p", seq=-1))
     turn_of_the_next = e.arrive("p", prompt(40))
-    e.finish(outlives)
-    program = e.program("p")
-    assert (program.turns, program.attained_s, program.waited_s) == (0, 0.0, 0.0)
+    if ends_first:
+        e.finish(outlives)
     e.admit(turn_of_the_next)
     e.wait(2.0)
     e.finish(turn_of_the_next)
-    assert (program.turns, program.attained_s) == (1, 2.0)
+    if not ends_first:
+        e.finish(outlives, outcome=TurnFinishReason.ABORTED)
+    program = e.program("p")
+    assert (program.turns, program.attained_s, program.waited_s) == (1, 2.0, 0.0)
+    assert (program.context_tokens, program.disconnected) == (42, False)
+    assert e.program_scheduler.context(program.id) == chain([*prompt(40), 7, 7])
+    assert program.status is ProgramStatus.ACTING
 
 
 def test_a_program_lasts_from_its_own_first_request_although_its_id_was_used_before() -> None:

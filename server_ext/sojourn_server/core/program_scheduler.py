@@ -162,6 +162,9 @@ class ProgramScheduler:
                 # The first request determines the rank, a program_start does not.
                 program.rank, program.ranked = self._programs.next_rank(), True
             if is_over:
+                # Requests that outlive their program are not those of the next one with this id.
+                for request_id in sorted(program.live_requests):
+                    self._become_side_request(program, self._requests.states[request_id], now)
                 program.reset_for_reuse(now)
             rank = program.rank
             sides = self._side_requests(program, event, now) if hashes is not None else []
@@ -234,8 +237,7 @@ class ProgramScheduler:
         """
         hashes, before = event.block_hashes, None
         found = (self.state.requests.states[request_id] for request_id in program.live_requests)
-        # Not those of an earlier program of this id. Sorted, since the order of a set differs by process.
-        live = sorted((one for one in found if one.rank == program.rank), key=lambda one: one.arrival)
+        live = sorted(found, key=lambda one: one.arrival)  # the order of a set differs by process
         if live:
             longest = max(live, key=lambda request: request.prompt_tokens)
             before, prompt_tokens = longest.block_hashes, longest.prompt_tokens
@@ -423,11 +425,8 @@ class ProgramScheduler:
         if program is None:
             return
         self.owners.own(event.block_ids, program.id)
-        # A request may outlive its program's end, and the id may stand for another program by now.
-        is_current = request_state.rank == program.rank
-        if is_current:
-            program.attained_s = max(program.attained_s, request_state.attained_s + request_state.ran_s)
-            program.waited_s += request_state.waited_s
+        program.attained_s = max(program.attained_s, request_state.attained_s + request_state.ran_s)
+        program.waited_s += request_state.waited_s
         program.last_contact_s = now
         record, client_request_id = request_state.record, None
         if record is not None:
@@ -435,7 +434,7 @@ class ProgramScheduler:
             client_request_id = record.request_id
         program.live_requests.discard(event.request_id)
         self.predictor.eviction_key_changed(program)
-        if is_current and not failed:
+        if not failed:
             program.turns += client_request_id is None or client_request_id != program.client_request_id
             program.client_request_id = client_request_id
         if program.live_requests:

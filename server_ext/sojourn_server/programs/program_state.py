@@ -327,7 +327,7 @@ class ProgramState:
 
 _KEPT_ON_REUSE = frozenset({
     "id", "rank", "ranked", "status", "outcome", "last_contact_s", "heartbeats", "disconnected", "seen",
-    "parent_id", "name", "agent_type", "tenant", "graph_hash", "priority", "live_requests",
+    "parent_id", "name", "agent_type", "tenant", "graph_hash", "priority",
     "tools", "tools_ended_s", "context_tokens", "prompt_tokens",
 })  # fmt: skip
 """Fields that ``ProgramState.reset_for_reuse`` does not reset."""
