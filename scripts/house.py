@@ -64,7 +64,7 @@ BUDGETS = {
     "recording": 350,
     "routing": 2_803,
     "api": 1_735,
-    "launch": 1_675,
+    "launch": 1_666,
     "vllm": 6_571,
     "gateway": 5_657,
     "simulator": 5_840,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import ssl
 import sys
 import textwrap
 import time
@@ -84,12 +83,6 @@ def test_it_answers_while_it_is_open_and_is_gone_after(server):
     assert {stage for _, stage in said} <= {"starting the process", "loading the weights"}
     assert said
     running.stop()  # again: nothing to do
-
-
-def test_asking_a_server_reads_no_certificates(server, monkeypatch):
-    with server() as running:
-        monkeypatch.setattr(ssl, "create_default_context", None)  # takes 20 ms, twice a second on Ray
-        assert running.is_healthy()
 
 
 def test_a_server_that_dies_is_reported_with_its_log(server):

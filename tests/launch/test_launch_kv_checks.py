@@ -1,4 +1,4 @@
-"""Checks of host memory, disk and pairs before an engine starts, on real folders."""
+"""Checks of this machine's memory before an engine starts. ``tests/cli`` has those of folders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.kv_offload.shared_store import KvIdentity, SharedStore
 from sojourn_server.launch import kv_options
 from sojourn_server.launch.engine_flags import InvalidOption
 from sojourn_server.launch.kv_options import (
@@ -18,42 +17,6 @@ from sojourn_server.launch.kv_options import (
 )
 from sojourn_server.launch.launch_environment import MachineMemory, read_memory, shares_memory_with_gpu
 
-WEIGHTS = "/models/a [('w', 1, 2)]"
-IDENTITY = KvIdentity(
-    model=f"{WEIGHTS} torch.float32 abc None auto",
-    kv_dtype="float32",
-    block_tokens=32,
-    block_bytes=1000,
-    layers=3,
-    hash_scheme="sha256/seed=0/32",
-    vllm_version="0.32.0",
-)
-
-
-def make_store(root: Path) -> None:
-    SharedStore(root, IDENTITY, budget_bytes=GIB)
-
-
-def check(disk: Path, *, version: str = "0.32.0", weights: str = WEIGHTS) -> list[str]:
-    wanted = KvOffloadOptions(host_gib="1e-6", disk=str(disk), disk_gib=1e-6)
-    return check_machine(wanted, PrefillDecodeOptions(), version, weights)
-
-
-def test_a_new_folder_and_a_store_of_the_same_kind_are_fine_and_stay_as_they_are(tmp_path: Path) -> None:
-    assert check(tmp_path / "new" / "folder") == []
-    make_store(tmp_path / "kv")
-    before = sorted(tmp_path.rglob("*"))
-    assert check(tmp_path / "kv") == []
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_store_of_another_release_or_of_other_weights_is_refused(tmp_path: Path) -> None:
-    make_store(tmp_path)
-    with pytest.raises(InvalidOption, match=r"0\.32\.0"):
-        check(tmp_path, version="0.33.0")
-    with pytest.raises(InvalidOption, match="cannot be used"):
-        check(tmp_path, weights="/models/b [('w', 9, 9)]")
-
 
 def test_more_host_memory_than_there_is_is_refused_and_too_little_is_noted() -> None:
     memory = MachineMemory(8 * GIB, 2 * GIB, "this machine")
@@ -64,27 +27,15 @@ def test_more_host_memory_than_there_is_is_refused_and_too_little_is_noted() -> 
         check_host_memory(9, memory, "--kv-host-gib")
 
 
-def pair(store: Path, **options: Any) -> list[str]:
-    wanted = PrefillDecodeOptions(role="decode", store=str(store), buffer_gib=1e-6, **options)
-    return check_machine(KvOffloadOptions(), wanted, "0.32.0", WEIGHTS)
-
-
-def test_the_store_of_a_pair_is_there(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match="does not exist") as refused:
-        pair(tmp_path / "store")
-    assert "mount it" in refused.value.next_step
-    assert pair(tmp_path) == []
-
-
 def test_host_memory_and_buffers_of_a_pair_are_checked_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = MachineMemory(8 * GIB, 8 * GIB, "this machine")
     monkeypatch.setattr(kv_options, "read_memory", lambda: memory)
     wanted = PrefillDecodeOptions(role="prefill", store=str(tmp_path), buffer_gib=4)
-    assert check_machine(KvOffloadOptions(host_gib="4"), wanted, "0.32.0", WEIGHTS) == []
+    assert check_machine(KvOffloadOptions(host_gib="4"), wanted, "0.32.0", None) == []
     with pytest.raises(InvalidOption, match="--kv-host-gib plus --kv-buffer-gib is 9; expected at most"):
-        check_machine(KvOffloadOptions(host_gib="5"), wanted, "0.32.0", WEIGHTS)
+        check_machine(KvOffloadOptions(host_gib="5"), wanted, "0.32.0", None)
 
 
 # -- memory ----------------------------------------------------------------------------

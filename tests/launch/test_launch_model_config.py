@@ -20,9 +20,7 @@ STEP = "serve it with --policy stock"
 @pytest.mark.parametrize(
     "config",
     [
-        {"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", FULL]},
         {"architectures": ["JambaForCausalLM"], "layers_block_type": ["mamba", "attention"]},
-        {"architectures": ["NewForCausalLM"], "layer_types": ["linear_attention", FULL]},
         {"text_config": {"layer_types": ["linear_attention", FULL]}},
     ],
 )
@@ -35,8 +33,6 @@ def test_a_hybrid_model_is_refused_before_it_is_loaded(config: dict[str, Any]) -
 @pytest.mark.parametrize(
     "config",
     [
-        {"architectures": ["LlamaForCausalLM"]},
-        {"architectures": ["Qwen3ForCausalLM"], "layer_types": [FULL, FULL], "sliding_window": None},
         {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
         {"layer_types": [SLIDING, SLIDING], "sliding_window": 4096},
         # Some models of a hybrid family have no such layer; those with a state only have one kind.

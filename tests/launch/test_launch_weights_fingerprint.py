@@ -112,16 +112,6 @@ def test_a_snapshots_path_is_its_commit_wherever_it_lies(hub, tmp_path):
     assert known_weights(str(tmp_path / "link")) == f"org/name@{COMMIT}"
 
 
-def test_a_commits_weights_in_an_older_format_are_others(hub):
-    """A conversion may have changed them. vLLM reads them where there are no safetensors."""
-    there = hub / "models--org--name/snapshots" / COMMIT
-    (there / "pytorch_model.bin").symlink_to((there / "model.safetensors").readlink())
-    assert weights_fingerprint("org/name", None, cache=hub) == f"org/name@{COMMIT}"
-    (there / "model.safetensors").unlink()
-    for name in ("org/name", str(there)):
-        assert weights_fingerprint(name, None, cache=hub) == f"org/name@{COMMIT}.bin"
-
-
 def test_added_files_in_a_snapshot_are_distinguished(hub, tmp_path):
     there = hub / "models--org--name/snapshots" / COMMIT
     (there / "model.safetensors").unlink()

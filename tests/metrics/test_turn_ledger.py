@@ -1,19 +1,18 @@
-"""The ledger adds up, whatever happens, and names the true cause where there is one."""
+"""The ledger names the true cause of a loss where there is one. After every event of the
+schedulers' tests it adds up (``scheduler_driver.check_tables``)."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn.ids import ProgramId
-from sojourn.wire_events import Heartbeat, ProgramEnd
+from sojourn.wire_events import ProgramEnd
 from sojourn_server.core.events_and_actions import TurnFinishReason
-from sojourn_server.core.scheduler_state import SchedulerLimits
-from sojourn_server.metrics import metric_catalog
 from sojourn_server.metrics.decision_log import DecisionLog
+from sojourn_server.metrics.metric_catalog import PROMPT_RESULTS
 from sojourn_server.metrics.turn_ledger import (
     EvictedBlock,
     EvictionLog,
@@ -24,7 +23,7 @@ from sojourn_server.metrics.turn_ledger import (
     split_tokens,
 )
 from sojourn_server.policies.policy_views import ReclaimRequest
-from virtual_engine import BLOCK_TOKENS, VirtualEngine, chain, prompt
+from virtual_engine import VirtualEngine, chain, prompt
 
 # -- tokens -----------------------------------------------------------------------------
 
@@ -107,17 +106,6 @@ def test_the_common_prefix_of_chained_hashes(a: list[int], b: list[int]) -> None
 # -- seconds ----------------------------------------------------------------------------
 
 
-def test_an_aborted_turn_in_the_queue_only_queued() -> None:
-    engine = VirtualEngine()
-    request = engine.arrive("p", prompt(8))
-    engine.now += 3.0
-    engine.finish(request, outcome=TurnFinishReason.ABORTED)
-    [record] = engine.program_scheduler.state.ledger.of_program("p")
-    assert record.seconds() == {"wall": 3.0, "queued": 3.0, "prefilling": 0.0, "decoding": 0.0}
-    assert record.tokens is None
-    assert record.as_dict()["tokens"] is None
-
-
 def test_a_turns_seconds_by_what_they_were_spent_on() -> None:
     engine = VirtualEngine()
     request = engine.arrive("p", prompt(8))
@@ -127,9 +115,13 @@ def test_a_turns_seconds_by_what_they_were_spent_on() -> None:
     engine.program_scheduler.first_token(request, engine.now)
     engine.now += 4.0
     engine.finish(request)
-    assert engine.ask("program", program_id="p")["ledger"][0]["seconds"] == {
-        "wall": 7.0, "queued": 1.0, "prefilling": 2.0, "decoding": 4.0,
-    }  # fmt: skip
+    aborted = engine.arrive("p", prompt(8))
+    engine.now += 3.0
+    engine.finish(aborted, outcome=TurnFinishReason.ABORTED)
+    whole, queued = engine.ask("program", program_id="p")["ledger"]
+    assert whole["seconds"] == {"wall": 7.0, "queued": 1.0, "prefilling": 2.0, "decoding": 4.0}
+    assert queued["seconds"] == {"wall": 3.0, "queued": 3.0, "prefilling": 0.0, "decoding": 0.0}
+    assert queued["tokens"] is None
 
 
 # -- causes, each brought about on purpose ------------------------------------------------
@@ -187,6 +179,19 @@ def test_each_loss_has_its_cause_and_its_evictor(
     record = engine.program_scheduler.state.ledger.of_program("p")[-1]
     assert record.tokens is not None
     assert (record.tokens.lost, record.evictor) == (lost, evictor)
+    # The metrics count what the ledger does.
+    totals = engine.program_scheduler.state.ledger.totals
+    counted = {
+        result: engine.counter("sojourn_prompt_tokens_total", result=result) for result in PROMPT_RESULTS
+    }
+    assert counted == {
+        "device": totals.device_tokens, "host": 0, "new": totals.new_tokens, "tail": totals.tail_tokens,
+        "lost": sum(lost.values()), "unread": 0,
+    }  # fmt: skip
+    assert totals.lost_tokens == {cause.value: count for cause, count in lost.items()}
+    for cause, tokens_lost in totals.lost_tokens.items():
+        assert engine.counter("sojourn_lost_tokens_total", cause=cause) == tokens_lost
+    assert engine.counter("sojourn_program_turns_total") == totals.turns == 2
 
 
 def test_preempted_tokens_are_counted_apart() -> None:
@@ -204,108 +209,6 @@ def test_preempted_tokens_are_counted_apart() -> None:
     assert engine.counter("sojourn_lost_tokens_total", cause="preempted") == 40
     assert engine.counter("sojourn_prompt_tokens_total") == 40
     assert engine.program_scheduler.state.ledger.totals.recomputed_after_preemption_tokens == 40
-
-
-# -- a long random life --------------------------------------------------------------------
-
-
-def test_a_random_life_drops_no_metric_and_adds_up() -> None:
-    """Every step the engine and its clients can take, at random; ``Recorder(strict=True)`` watches."""
-    chance = random.Random(7)
-    engine = VirtualEngine(
-        "continuum", blocks=300, limits=SchedulerLimits(max_programs=14, silent_program_s=30.0)
-    )
-    inside: dict[str, bool] = {}
-    contexts: dict[str, list[int]] = {}
-    for _ in range(5000):
-        name = f"p{chance.randrange(16)}"
-        act = chance.randrange(12)
-        if act <= 2 and len(inside) < 4:
-            tokens = [*contexts.get(name, prompt(12, seed=int(name[1:]))), *range(chance.randrange(1, 9))]
-            if len(tokens) > 150 or chance.random() < 0.1:
-                tokens = prompt(20, seed=chance.randrange(10**6))
-            contexts[name] = tokens
-            hint = {"sojourn": {"v": 1, "heartbeat": True}} if chance.random() < 0.3 else {}
-            request = engine.arrive(
-                name, tokens, kv_retention_ttl_seconds=chance.choice([-1, 5, 1e9]), **hint
-            )
-            inside[request] = False
-        elif act <= 4 and inside:
-            request = chance.choice(list(inside))
-            engine.admit(request, resumed=inside[request])
-            inside[request] = True
-        elif act == 5 and any(inside.values()):
-            request = chance.choice([r for r, admitted in inside.items() if admitted])
-            engine.program_scheduler.first_token(request, engine.now)
-            engine.program_scheduler.preempted(request, engine.now)
-        elif act <= 7 and inside:
-            request = chance.choice(list(inside))
-            outcomes = (
-                [TurnFinishReason.STOPPED, *TurnFinishReason]
-                if inside.pop(request)
-                else [TurnFinishReason.ABORTED]
-            )
-            outcome = chance.choice(outcomes)
-            engine.finish(request, outcome=outcome)
-        elif act == 8 and contexts:
-            for tokens in chance.sample(list(contexts.values()), min(3, len(contexts))):
-                engine.evict(tokens, by=name, keep=chance.randrange(8))
-        elif act == 9:
-            kind = chance.choice([ProgramEnd, Heartbeat])
-            engine.send(kind(program_id=name, seq=-1))
-        elif act == 10:
-            need = ReclaimRequest(
-                program_id=None,
-                program_rank=chance.randrange(99),
-                blocks=chance.randrange(1, 30),
-                running=chance.random() < 0.5,
-                anything_running=True,
-            )
-            engine.program_scheduler.make_room(need, engine.now)
-            engine.carry_out()
-            if chance.random() < 0.05:
-                engine.program_scheduler.cache_reset(engine.now)
-                engine.cached.clear()
-                engine.carry_out()
-        engine.wait(chance.random() * 3)
-        assert set(engine.held) == set(engine.program_scheduler.state.leases)
-        assert len(engine.program_scheduler.state.programs) <= 14 + len(inside)
-        assert set(engine.program_scheduler.state.requests.states) == set(inside)
-
-    records = list(engine.program_scheduler.state.ledger._ring)
-    totals = engine.program_scheduler.state.ledger.totals
-    assert totals.turns == len(records) > 300
-    assert {cause for r in records if r.tokens for cause in r.tokens.lost} >= {
-        LossCause.EVICTED, LossCause.EXPIRED, LossCause.SILENT, LossCause.PRESSURE, LossCause.CHANGED,
-        LossCause.DROPPED,
-    }  # fmt: skip
-    for record in records:
-        parts = record.seconds()
-        assert parts.pop("wall") == pytest.approx(sum(parts.values()))
-        assert min(parts.values()) >= 0
-        if record.tokens is not None:
-            split = record.tokens
-            reused = split.device + split.host
-            assert reused + split.new + split.tail + sum(split.lost.values()) == split.prompt
-            assert split.device % BLOCK_TOKENS == 0
-    counted = {
-        result: engine.counter("sojourn_prompt_tokens_total", result=result)
-        for result in metric_catalog.PROMPT_RESULTS
-    }
-    assert counted == {
-        "device": totals.device_tokens,
-        "host": totals.host_tokens,
-        "new": totals.new_tokens,
-        "tail": totals.tail_tokens,
-        "lost": sum(totals.lost_tokens.values()),
-        "unread": 0,
-    }
-    assert sum(counted.values()) == totals.prompt_tokens
-    for cause, tokens in totals.lost_tokens.items():
-        assert engine.counter("sojourn_lost_tokens_total", cause=cause) == tokens
-    assert engine.counter("sojourn_program_turns_total") == totals.turns
-    grants = sum(d.numbers.get("ttl_s", 0) > 0 for d in engine.program_scheduler.decisions.since(0, 10**6)[0])
-    assert engine.counter("sojourn_lease_ends_total") + len(engine.program_scheduler.state.leases) == grants
 
 
 # -- what is kept -------------------------------------------------------------------------

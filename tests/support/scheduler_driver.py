@@ -39,6 +39,12 @@ def check_tables(program_scheduler: ProgramScheduler) -> None:
     )
     assert program_scheduler.forecaster.holding.keys() <= requests.keys(), "an unknown request holds KV"
     assert all(program_id in programs for program_id in state.release_reasons), "unknown program let go"
+    totals = state.ledger.totals
+    sources = (totals.device_tokens, totals.host_tokens, totals.new_tokens, totals.tail_tokens)
+    assert sum(sources) + sum(totals.lost_tokens.values()) == totals.prompt_tokens, (
+        "the ledger does not add up"
+    )
+    assert min(*sources, *totals.lost_tokens.values()) >= 0
     for program in programs:
         for request_id in program.live_requests:
             assert requests[request_id].program is program, f"request {request_id} of another program"

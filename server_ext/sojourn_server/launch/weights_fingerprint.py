@@ -47,11 +47,9 @@ def weights_fingerprint(
     if commit is None:
         commit = _loaded_commit(model, revision, cache, since_s)
     snapshot = _hub_folder(cache, model) / "snapshots" / commit if cache is not None else None
-    if snapshot is None or not snapshot.is_dir():
+    if snapshot is None or not snapshot.is_dir() or _commit_of(snapshot) is not None:
         return f"{model}@{commit}"
-    if _commit_of(snapshot) is None:
-        return f"{model}@{commit} {_dated(snapshot)}"  # the snapshot has files of another origin
-    return f"{model}@{commit}{_old_format(snapshot)}"
+    return f"{model}@{commit} {_dated(snapshot)}"  # the snapshot has files of another origin
 
 
 def _loaded_commit(model: str, revision: str | None, cache: Path | None, since_s: float | None) -> str:
@@ -96,14 +94,7 @@ def _commit_of(folder: Path) -> str | None:
     blobs, weights = (path.parent.parent / "blobs").resolve(), _weight_files(path)
     if not weights or not all(file.is_symlink() and file.resolve().parent == blobs for file in weights):
         return None
-    return f"{named[1].replace('--', '/')}@{named[2]}{_old_format(path)}"
-
-
-def _old_format(snapshot: Path) -> str:
-    """Return ``.bin``, ``.pt`` or ``.pth`` if vLLM reads such files of a snapshot, which has no safetensors.
-    Their weights may differ from a conversion in the same commit. Empty for other formats."""
-    found = {file.suffix for file in _weight_files(snapshot)}
-    return "" if ".safetensors" in found else "".join(sorted(found & {".bin", ".pt", ".pth"}))
+    return f"{named[1].replace('--', '/')}@{named[2]}"
 
 
 def weights_digest(folder: Path) -> str:
