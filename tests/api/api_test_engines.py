@@ -28,9 +28,6 @@ BATCH = {
     ],
 }
 PERSISTED = {"program_id": "p", "turns": 2, "state": "writing", "context_tokens": 70, "stored_tokens": 32}
-GETS = (
-    "capabilities", "programs", "programs/p", "load", "stats", "decisions", "stream?once=1",
-)  # fmt: skip
 
 
 class ScriptedEngine:

@@ -190,10 +190,7 @@ def test_two_server_processes_add_up_in_multiprocess_mode(tmp_path: Path) -> Non
     text = run(SCRAPER, tmp_path, "")
     series = scrape(text)
     assert value(series, "sojourn_client_silent_total") == 9
-    assert value(series, "sojourn_tool_gap_seconds_count", tool="bash") == 3
-    assert value(series, "sojourn_tool_gap_seconds_bucket", tool="bash", le="1.6") == 0
     assert value(series, "sojourn_tool_gap_seconds_bucket", tool="bash", le="3.2") == 3
-    assert value(series, "sojourn_tool_gap_seconds_sum", tool="bash") == 9
     assert value(series, "sojourn_leases") == 4  # the most recent, not the sum and not one per process
     kept = [name for name, spec in METRIC_CATALOG.items() if spec.kind is not MetricKind.GAUGE]
     assert {name.removesuffix("_total") for name in kept} <= families_of(text).keys()

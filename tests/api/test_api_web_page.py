@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from api_test_engines import KEY, ScriptedEngine, check_error, client_of, engine_answers
 from fastapi.testclient import TestClient
-from sojourn_server.api.web_page import FOLDER
+from sojourn_server.api.web_page import FOLDER, HEADERS
 from sojourn_server.gateway.http.gateway_app import GatewayOptions, build_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.metrics.live_frame import FRAME_VERSION, ProgramRow
@@ -67,19 +67,10 @@ def test_the_page_loads_only_files_that_the_server_has(server: TestClient) -> No
 
 
 def test_the_headers_forbid_everything_from_elsewhere(server: TestClient) -> None:
+    """What the policy forbids, the browser's test tries."""
+    assert HEADERS["Content-Security-Policy"].startswith("default-src 'none'; script-src 'self'; ")
     for path in ("/sojourn", "/sojourn/page/page.js"):
-        headers = server.get(path).headers
-        policy = dict(
-            part.strip().partition(" ")[::2] for part in headers["content-security-policy"].split(";")
-        )
-        assert policy["default-src"] == "'none'"
-        assert policy["script-src"] == policy["connect-src"] == policy["style-src"] == "'self'"
-        assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
-        assert policy["require-trusted-types-for"] == "'script'"
-        assert "unsafe" not in headers["content-security-policy"]
-        assert headers["x-content-type-options"] == "nosniff"
-        assert headers["referrer-policy"] == "no-referrer"
-        assert headers["cache-control"] == "no-cache"
+        assert server.get(path).headers.items() >= {k.lower(): v for k, v in HEADERS.items()}.items()
 
 
 def test_the_page_reads_frames_of_this_version_and_the_fields_of_a_row_in_their_order() -> None:
