@@ -134,7 +134,7 @@ def serve(
         raise CliError(str(error), next_step) from None
     if is_local:
         make_model(model)
-    print_line(f"policy {policy}: {command.as_shell()}")
+    print_line(f"policy {policy}; vLLM starts, which takes a while: {command.as_shell()}")
     sys.stdout.flush()
     os.execve(command.argv[0], list(command.argv), command.environment(os.environ))
 
