@@ -262,31 +262,6 @@ async def test_an_error_of_ours_is_answered_as_one_and_its_request_is_over(
         assert (await it.chat("p")).status == 200
 
 
-# -- events -----------------------------------------------------------------------
-
-
-async def test_events_go_to_the_replica_of_their_program_in_their_order() -> None:
-    async with engines(2) as fakes, world(fakes, preset=IN_TURN) as it:
-        homes = {name: (await it.chat(name)).headers["X-Sojourn-Replica"] for name in ("p", "q")}
-        assert homes["p"] != homes["q"]
-        start = {"type": "tool_start", "seq": 1, "call_id": "c", "tool": "bash"}
-        outcomes = await it.events(
-            {**start, "program_id": "p"},
-            {**start, "program_id": "q"},
-            {"type": "nonsense", "program_id": "p", "seq": 2},
-            {**start, "program_id": "p", "seq": 2, "call_id": 7},
-            {**start, "program_id": "p", "seq": 3, "call_id": "d"},
-            {"type": "heartbeat", "program_id": "stranger", "seq": 1},
-        )
-        told = ["applied", "applied", "unsupported", "rejected", "applied", "missing"]
-        assert [one["outcome"] for one in outcomes] == told
-        assert [(one["program_id"], one["seq"]) for one in outcomes[2:4]] == [("p", 2), ("p", 2)]
-        by_name = {fake.name: fake for fake in fakes}
-        assert by_name[homes["p"]].of("p") == ["tool_start", "tool_start"]
-        assert by_name[homes["q"]].of("q") == ["tool_start"]
-        assert by_name[homes["p"]].of("q") == []
-
-
 async def test_only_an_operator_drains_and_switches_the_policy() -> None:
     async with engines(1) as fakes, world(fakes, admin_key="root") as it:
         for word in ("drain", "stay"):

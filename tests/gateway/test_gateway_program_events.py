@@ -223,11 +223,20 @@ async def test_the_end_of_a_program_whose_kv_is_gone_reaches_the_engine_that_ser
         assert [fake.of("p") for fake in fakes] == [["program_end"] if fake is last else [] for fake in fakes]
 
 
-async def test_an_end_that_an_engine_does_not_know_or_take_names_its_program() -> None:
+async def test_an_event_that_is_not_known_or_not_taken_names_its_program() -> None:
     async with engines(1) as fakes, world(fakes) as it:
         end = {"type": "program_end", "program_id": "nobody", "seq": 3}
-        assert await it.events(end) == [
-            {"outcome": "missing", "reason": "unknown program", "program_id": "nobody", "seq": 3}
+        unread = [
+            {"type": "nonsense", "program_id": "p", "seq": 1},
+            {**TOOL, "program_id": "p", "call_id": 7},
+        ]
+        beat = {"type": "heartbeat", "program_id": "nobody", "seq": 2}
+        unsupported, rejected, *missing = await it.events(*unread, beat, end)
+        assert [one["outcome"] for one in (unsupported, rejected)] == ["unsupported", "rejected"]
+        assert {(one["program_id"], one["seq"]) for one in (unsupported, rejected)} == {("p", 1)}
+        assert missing == [
+            {"outcome": "missing", "reason": "unknown program", "program_id": "nobody", "seq": seq}
+            for seq in (2, 3)
         ]
         for name in ("p", "q"):
             await it.chat(name)

@@ -13,7 +13,7 @@ import sojourn
 from sdk_records import context_of, told
 from sojourn.program_scope import INHERIT
 from sojourn.testing import FakeServer
-from sojourn.wire_events import ProgramStart
+from sojourn.wire_events import ProgramEnd, ProgramStart
 
 
 @dataclass(eq=False)
@@ -157,7 +157,9 @@ def test_a_request_is_where_its_code_is(online: FakeServer, seed: int) -> None:
             case 5:
                 walker.enter_tool()
             case 6 if programs and random.random() < 0.3:
-                random.choice(programs).end()
+                known = random.choice(programs)
+                assert known.real.start() is known.real
+                known.end()
             case _ if walker.frames:
                 walker.leave()
         random.choice(walkers).check()
@@ -165,7 +167,9 @@ def test_a_request_is_where_its_code_is(online: FakeServer, seed: int) -> None:
         while walker.frames:
             walker.leave()
         walker.check()
-    starts = {e.program_id: e for e in told(online, ProgramStart)}
+    events = told(online, ProgramStart, ProgramEnd)
+    assert len(events) == 2 * len(programs), "each starts and ends once, by hand or with its block"
+    starts = {e.program_id: e for e in events if isinstance(e, ProgramStart)}
     for one in programs:
         start = starts[one.real.id]
         assert (start.parent_program_id, start.root_program_id) == (one.parent_id, one.root_id)

@@ -95,10 +95,12 @@ def test_a_full_queue_drops_and_counts_the_newest(senders):
     results = [sender.put(source, Heartbeat) for _ in range(15)]
     assert results == [True] * 10 + [False] * 5
     assert sender.counters["dropped_full"] == 5
+    assert sender.take("another program", max_events=1) == []  # which looks through all of them
+    assert sender.put(source, Heartbeat) is False
     script.hold.set()
     assert sender.flush(30)
     assert [e.seq for e in script.events()] == list(range(11))
-    assert script.batches()[-1].dropped == 5
+    assert script.batches()[-1].dropped == 6
 
 
 def test_a_failed_batch_is_dropped_and_the_next_one_waits(senders):

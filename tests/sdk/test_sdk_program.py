@@ -134,12 +134,3 @@ def test_the_process_can_be_named_from_outside(server, monkeypatch):
     sojourn.init(server.url)
     assert sojourn.headers() == {"X-Session-ID": "run-7"}
     assert not context_of().sojourn.implicit
-
-
-def test_adapters_can_start_and_end_without_a_block(online):
-    p = sojourn.program("x", id="by-hand").make()
-    assert p.start() is p.start()
-    p.end("error")
-    p.end()
-    start, end = told(online)
-    assert (start.program_id, end.status) == ("by-hand", "error")
