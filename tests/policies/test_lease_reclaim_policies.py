@@ -72,12 +72,6 @@ def test_as_printed_the_head_of_the_queue_takes_the_latest_programs_leases_until
     assert printed.release(need(rank, 99), THREE, 0.0) == ("c", "b", "a")
 
 
-def test_nothing_held_is_nothing_given() -> None:
-    for policy in (LATEST, LeaseReclaimPolicy()):
-        assert policy.release(need(1, 1, running=True), [], 0.0) is None
-        assert policy.release(need(1, 1, running=True, name="a"), held(("a", 1, 9)), 0.0) is None
-
-
 def test_any_lease_gives_the_soonest_ending_and_only_as_many_as_needed() -> None:
     leases = [*held(("late", 1, 10), expires_s=90.0), *held(("soon", 9, 10), expires_s=10.0)]
     assert LeaseReclaimPolicy().release(need(5, 4), leases, 0.0) == ("soon",)
@@ -104,4 +98,3 @@ def test_leases_end_in_the_eviction_order_those_of_waiting_programs_last() -> No
     policy = EvictionOrderReclaim()
     assert policy.release(need(1, 15, name="b"), leases, 0.0) == ("c", "a")
     assert policy.release(need(1, 25, name="b"), leases, 0.0) == ("c", "a", "d")
-    assert policy.release(need(1, 15, name="b"), [], 0.0) is None

@@ -1,4 +1,4 @@
-"""The compute quota: Figure 6's walk by hand, and never above the quota but for the floor."""
+"""The compute quota: first come first served, and never above the quota but for the floor."""
 
 from __future__ import annotations
 
@@ -28,23 +28,6 @@ def test_pairs_are_those_of_a_causal_mask() -> None:
     assert StepCosts(9, 0, 1, 0, 9, 9).chunk_s(4, 3) == 5 + 6 + 7
     assert StepCosts(9, 2, 0, 0, 9, 9).chunk_s(4, 3) == 6.0
     assert StepCosts(9, 0, 0, 3, 9, 9).chunk_s(4, 3) == 21.0
-
-
-@pytest.mark.parametrize(
-    ("case", "waiting", "chunks"),
-    [
-        ("all fit", [(0, 100), (0, 50)], [100, 50]),
-        ("the one that does not fit is cut at a block", [(0, 200), (0, 200), (0, 1)], [200, 64]),
-        ("a request that is too long blocks the rest", [(0, 290), (0, 200), (0, 5)], [290]),
-        ("a first one that is too long is cut", [(0, 1000)], [256]),
-        ("exactly the quota", [(0, 300), (0, 1)], [300]),
-        ("nothing to do", [], []),
-    ],
-)
-def test_the_walk(case: str, waiting: list[tuple[int, int]], chunks: list[int]) -> None:
-    step, found = pack(PrefillComputeQuota(costs=FLAT, quota_s=0.3, block_tokens=64), waiting)
-    assert found == chunks, case
-    assert step.prompts_s == pytest.approx(0.001 * sum(chunks))
 
 
 waiting_lists = st.lists(st.tuples(st.integers(0, 10**5), st.integers(1, 9000)), max_size=30)
@@ -92,6 +75,7 @@ def opened(decodes_s: float = 0.0) -> StepQuotaUsage:
 
 
 def test_what_generates_comes_before_prompts_and_keeps_none_out_for_ever() -> None:
+    assert opened().offer("a", 0, 300) == 300, "exactly the quota"
     assert opened(0.1).offer("a", 0, 500) == 192
     assert opened(5.0).offer("a", 0, 500) == 64, "one block all the same"
     step = opened(5.0)

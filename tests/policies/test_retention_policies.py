@@ -24,6 +24,7 @@ SHORT, LONG = tool_history(bash=[3.0] * 101), tool_history(bash=[30.0] * 101)
         ({"history": tool_history(bash=[3.0] * 100)}, math.log(20.0), DecisionReason.COLD_START),
         ({"history": SHORT}, 3.0, DecisionReason.THIS_TOOL),
         ({"history": SHORT, "tool": "web"}, 3.0, DecisionReason.ALL_TOOLS),
+        ({"history": tool_history(bash=[2.0] * 100, web=[3.0] * 101)}, 3.0, DecisionReason.ALL_TOOLS),
         ({"history": LONG}, 0.0, NOT_WORTH_IT),
         ({"history": LONG, "mean_evicted_wait_s": 40.0}, 30.0, DecisionReason.THIS_TOOL),
         ({"history": LONG, "mean_evicted_wait_s": 40.0, "memoryfulness": 0.2}, 0.0, NOT_WORTH_IT),
@@ -54,14 +55,11 @@ def choose(
     rule: ContinuumRetention,
     history: ToolHistory,
     *,
-    tool: str = "bash",
     reload_s: float = 0.0,
     wait_s: float = 0.0,
     eta: float = 1.0,
 ) -> RetentionDecision:
-    turn = finished_turn(
-        tool=tool, history=history, reload_s=reload_s, mean_evicted_wait_s=wait_s, memoryfulness=eta
-    )
+    turn = finished_turn(history=history, reload_s=reload_s, mean_evicted_wait_s=wait_s, memoryfulness=eta)
     return rule.keep(turn, 0.0)
 
 
@@ -79,20 +77,6 @@ def test_the_ttl_is_the_argmax(durations: list[float], reload_s: float, wait_s: 
     choice = choose(rule, tool_history(bash=durations), reload_s=reload_s, wait_s=wait_s, eta=eta)
     expected = brute_force(durations, wait_s * eta + reload_s, MAX_TTL_S)
     assert choice == (expected, DecisionReason.THIS_TOOL if expected else NOT_WORTH_IT)
-
-
-def test_too_thin_a_history_falls_back_from_tool_to_all_to_exponential() -> None:
-    rule = ContinuumRetention(min_samples=4)
-    history = tool_history(slow=[8.0] * 4)
-    assert choose(rule, history, tool="slow", wait_s=20.0).reason is DecisionReason.COLD_START
-    history.observe("fast", 1.0)
-    assert choose(rule, history, tool="slow", wait_s=20.0) == (8.0, DecisionReason.ALL_TOOLS)
-    assert choose(rule, history, tool="fast", wait_s=20.0) == (8.0, DecisionReason.ALL_TOOLS)
-    for _ in range(4):
-        history.observe("fast", 1.0)
-    assert choose(rule, history, tool="fast", wait_s=20.0) == (1.0, DecisionReason.THIS_TOOL)
-    assert choose(rule, history, tool="slow", wait_s=20.0).reason is DecisionReason.ALL_TOOLS
-    assert choose(rule, history, tool="unseen", wait_s=20.0).reason is DecisionReason.ALL_TOOLS
 
 
 @given(st.floats(0, 100), st.floats(0, 100), st.floats(-1, 1))
