@@ -72,22 +72,20 @@ def exec_agent_command(
         raise CliError(f"--program {problem}", "give an id for this run, e.g. --program issue-1234-try-1")
     program = find_command(command[0])
     name = Path(command[0]).name
-    if url is not None:
-        url = with_scheme(url)
-    else:
-        variable = "ANTHROPIC_BASE_URL" if name == "claude" else OPENAI_BASE_URL
-        url = base_url_root(os.environ, note, variable) or DEFAULT_URL
-    if name in (*CLIENTS, *NOT_FOLLOWED):
-        environment = dict(os.environ)
-        if _note_unless_served(url, note, ""):
-            command, environment = configured_client(command, environment, url, note, program_id)
-    else:
-        if os.environ.get(OPENAI_BASE_URL, "").rstrip("/") == (root := _root_of(url)):
-            shown = without_credentials(root)
-            note(f"{OPENAI_BASE_URL} lacks /v1, so OpenAI's clients get 404; set it to {shown}/v1")
-        environment = child_environment(os.environ, url, children=children, program_id=program_id)
-        if not _note_unless_served(url, note, ", and the SDK tries again when it sends events"):
-            environment[REPORTED_URL] = url
+    variable = "ANTHROPIC_BASE_URL" if name == "claude" else OPENAI_BASE_URL
+    url = with_scheme(url) if url is not None else base_url_root(os.environ, note, variable) or DEFAULT_URL
+    environment, is_known = dict(os.environ), name in (*CLIENTS, *NOT_FOLLOWED)
+    if not is_known and environment.get(OPENAI_BASE_URL, "").rstrip("/") == (root := _root_of(url)):
+        shown = without_credentials(root)
+        note(f"{OPENAI_BASE_URL} lacks /v1, so OpenAI's clients get 404; set it to {shown}/v1")
+    if (problem := _problem_at(_root_of(url), may_need_key=True)) is not None:
+        again = "" if is_known else ", and the SDK tries again when it sends events"
+        note(f"no sojourn server answers at {url} ({problem}); the command runs without it{again}")
+    if not is_known:
+        environment = child_environment(environment, url, children=children, program_id=program_id)
+        environment |= {} if problem is None else {REPORTED_URL: url}
+    elif problem is None:
+        command, environment = configured_client(command, environment, url, note, program_id)
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -292,9 +290,8 @@ def autostart_directory() -> str:
     folder is missing."""
     spec = importlib.util.find_spec("sojourn_integrations")
     for place in (spec.submodule_search_locations or ()) if spec else ():
-        folder = Path(place) / "autostart"
-        if (folder / "sitecustomize.py").is_file():
-            return str(folder)
+        if (found := Path(place, "autostart", "sitecustomize.py")).is_file():
+            return str(found.parent)
     remedy = "reinstall the package: pip install --force-reinstall . in a checkout of sojourn"
     raise CliError("the integrations are not installed", remedy)
 
@@ -319,12 +316,3 @@ def get_page(root: str, path: str = CAPABILITIES_PATH, api_key: str = "") -> tup
         connection.request("GET", parts.path + path, headers=headers)
         response = connection.getresponse()
         return response.status, response.read(MAX_ANSWER_BYTES)
-
-
-def _note_unless_served(url: str, note: Note, consequence: str) -> bool:
-    """Return whether a sojourn server answers at ``url``; show a note with the ``consequence`` if none does.
-    Raises ``CliError`` for an invalid URL."""
-    problem = _problem_at(_root_of(url), may_need_key=True)
-    if problem is not None:
-        note(f"no sojourn server answers at {url} ({problem}); the command runs without it{consequence}")
-    return problem is None
