@@ -7,11 +7,13 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from sojourn.aeg import END, START, Aeg
 from sojourn.ids import ProgramId
-from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
+from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart
 from sojourn_server.core.events_and_actions import (
     EngineAction,
     EngineActionKind,
@@ -645,3 +647,34 @@ def test_a_program_is_worth_more_near_the_end_of_its_plan() -> None:
     turn("far", 2, **stated)
     steps_left = engine.program_scheduler.state.programs.get(ProgramId("far")).steps_left
     assert steps_left == StepsLeft(STATED, 21.0, after=2), "the client says more than the plan"
+
+
+def test_a_program_of_a_new_type_is_worth_more_near_the_end_of_its_graph() -> None:
+    policy, engine = costs_watched()
+
+    def turn(program: str, steps: int, at: int, **ours: Any) -> ProgramTierView:
+        """The turn at the node ``at`` of a chain of ``steps``."""
+        if engine.program_scheduler.state.programs.get(ProgramId(program)) is None:
+            chain = [f"node {number}" for number in range(steps)]
+            graph = Aeg(chain, [(START, chain[0]), *pairwise(chain), (chain[-1], END)])
+            engine.send(ProgramStart(program_id=program, seq=-1, agent_type=f"type of {program}"))
+            engine.send(AegReport(program_id=program, seq=-1, graph_hash=graph.hash, graph=graph.wire()))
+        request = hinted(engine, program, 2, sojourn={"node": f"node {at}", **ours})
+        engine.now += 1.0
+        engine.finish(request)
+        return shown(policy, engine, program)
+
+    for number in range(8):
+        steps = (2, 20)[number % 2]
+        for at in range(steps):
+            view = turn(f"ended {number}", steps, at)
+        assert not view.work_stated, "believed once eight programs have ended as their graphs say"
+        engine.end(f"ended {number}")
+    near, far = turn("near", 20, 18), turn("far", 20, 0)
+    assert near.work_stated
+    assert far.work_stated
+    assert ResidencyPricePlacement().worth(near) > ResidencyPricePlacement().worth(far)
+    turn("far", 20, 1, expected_steps_left=3.0)
+    turn("far", 20, 2)
+    steps_left = engine.program_scheduler.state.programs.get(ProgramId("far")).steps_left
+    assert steps_left == StepsLeft(STATED, 4.0, after=1), "the client says more than its graph"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from sojourn.aeg import END, START, Aeg
 from sojourn.wire_codec import MAX_GRAPH_BYTES
 from sojourn.wire_events import AegEdge, AegGraph, AegNode
-from sojourn_server.programs.declared_graphs import GraphError, GraphStore
+from sojourn_server.programs.declared_graphs import GraphError, GraphStore, steps_after
 
 LOOP = Aeg({"plan": (), "act": ("bash", "edit")}, [(START, "plan"), ("plan", "act"), ("act", "plan", 0.9)])
 
@@ -39,6 +40,23 @@ def test_a_graph_is_spelt_out_once_and_then_known_by_its_hash() -> None:
     assert known is not None
     assert known == LOOP
     assert known.successors("act") == ("plan",)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_graph_says_how_many_steps_follow_where_that_is_sure(complete: bool) -> None:
+    """After a router a short or a long path follows. A review may send back to the long path's last step."""
+    long = [f"long {number}" for number in range(20)]
+    edges = [
+        (START, "route"), ("route", "short", 0.5), ("route", long[0], 0.5), ("short", END),
+        *pairwise(long), (long[-1], "review"), ("review", long[-1], 0.2), ("review", END, 0.8),
+        (START, "chat"), ("chat", "chat"),
+    ]  # fmt: skip
+    known = steps_after(Aeg(["route", "short", "review", "chat", *long], edges, complete=complete))
+    assert bool(known) == complete
+    if known:
+        assert not {"route", "chat"} & {*known}
+        assert known["short"] == 0.0
+        assert known[long[0]] == pytest.approx(20.5, rel=0.02)
 
 
 BAD: dict[str, tuple[AegGraph, str]] = {

@@ -18,9 +18,10 @@ from ..policies.policy_protocols import DecisionReason, NextStepPrediction
 from ..policies.policy_views import EvictionScoreScale, LoadAheadView, PrefetchView, WorkflowStepView
 from ..policies.prefetch_policies import KEEP_S
 from ..policies.workflow_prediction import hinted_continuation_probability
+from ..programs.declared_graphs import steps_after
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES
-from ..programs.statements import PLAN, STATED
+from ..programs.statements import GRAPH, PLAN, STATED
 from ..programs.windowed_history import KeyedHistory
 from ..programs.workflow_history import agent_type_name, prompt_type, step_name
 from .context_hashes import HashLists
@@ -78,9 +79,13 @@ class WorkflowPredictor:
             self._changed[program.id] = None
 
     def arrived(self, program: ProgramState, request_state: RequestState) -> None:
-        """Keep what a request says of the turns that its program has left."""
-        if self._predicts and request_state.hint.steps_left is not None:
-            self._steps_left.state(program, STATED, request_state.hint.steps_left)
+        """Keep what a request says of the turns that its program has left: itself, or by its graph's node."""
+        hint, before, source = request_state.hint, program.steps_left, STATED
+        steps, graph = hint.steps_left, self._state.graphs.get(program.graph_hash or "")
+        if steps is None and graph and hint.node and (before is None or before.source == GRAPH):
+            steps, source = steps_after(graph).get(hint.node), GRAPH
+        if self._predicts and steps is not None:
+            self._steps_left.state(program, source, steps)
 
     def believes_final(self, program: ProgramState) -> bool:
         """Whether a turn counts as final if it was declared so: unless the program went on after such a turn,
@@ -125,8 +130,8 @@ class WorkflowPredictor:
         self.eviction_key_changed(program)
         program.prefetch_tries = 0
         if self._predicts:
-            # A plan says less than a client that states its turns.
-            if plan_items is not None and (program.steps_left is None or program.steps_left.source == PLAN):
+            # A plan says less than a client that states its turns, and more than a graph.
+            if plan_items is not None and (program.steps_left is None or program.steps_left.source != STATED):
                 self._steps_left.state(program, PLAN, plan_items)
             self._workflows.context_blocks.observe(float(program.cached_blocks))
             share = self._reusing.pop(program.id, None)

@@ -8,10 +8,13 @@ engine's step.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from sojourn.aeg import Aeg
 from sojourn.errors import ArgumentError, InputError
 from sojourn.wire_events import AegGraph
 
+from .statements import SURE_SPREAD
 from .windowed_history import recent_entry
 
 
@@ -58,3 +61,25 @@ def _checked(graph_hash: str, graph: AegGraph) -> Aeg:
     if aeg.hash != graph_hash:
         raise GraphError(f"the hash of this graph is {aeg.hash}, not the one given")
     return aeg
+
+
+@lru_cache(maxsize=64)
+def steps_after(graph: Aeg) -> dict[str, float]:
+    """Return the mean number of steps that follow each node where it is sure: where its standard deviation is
+    below ``SURE_SPREAD`` of the mean, which counts the node too. Empty for a graph that may lack edges.
+
+    The graph is a Markov chain. With the matrix Q of its probabilities the mean numbers s solve
+    (1 - Q) s = Q 1, and the means q of their squares solve (1 - Q) q = Q 1 + 2 Q s."""
+    import numpy as np  # of the engine: a machine with a gateway alone may lack it
+
+    rows = {node: row for row, node in enumerate(graph.nodes if graph.complete else ())}
+    chances = np.zeros((len(rows), len(rows)))
+    for node, row in rows.items():
+        for target, chance in graph.following(node).items():
+            if target in rows:
+                chances[row, rows[target]] = 0.999 * chance  # so that a loop without an exit ends
+    stays, goes_on = np.eye(len(rows)) - chances, chances.sum(axis=1)
+    steps = np.linalg.solve(stays, goes_on)
+    squares = np.linalg.solve(stays, goes_on + 2.0 * chances @ steps)
+    sure = squares - steps**2 < (SURE_SPREAD * (1.0 + steps)) ** 2
+    return {node: float(steps[row]) for node, row in rows.items() if sure[row]}

@@ -15,9 +15,9 @@ from statistics import fmean, pstdev
 from .program_state import ProgramState, StepsLeft
 from .windowed_history import KeyedHistory
 
-STATED, PLAN, TTL = "stated", "plan", "ttl"
-"""Sources of statements. Of turns: a client's ``expected_steps_left``, or the open items of the agent's to-do
-list. Of a gap: its ``expected_s``, or ``kv_retention_ttl_seconds``."""
+STATED, PLAN, GRAPH, TTL = "stated", "plan", "graph", "ttl"
+"""Sources of statements. Of turns: a client's ``expected_steps_left``, the open items of the agent's to-do
+list, or the declared graph. Of a gap: its ``expected_s``, or ``kv_retention_ttl_seconds``."""
 SURE_SPREAD = 0.4
 """Statements are sure if the standard deviation of what is expected is below this share of the mean."""
 RATIOS = 15
