@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_tools import FAIL, SPOIL
-from sojourn_server.kv_offload.cpu_device_backend import block_rows
+from sojourn_server.kv_offload.kv_pages import page_views
 from sojourn_server.vllm.kv_transfer_connector import PathsConnector
 
 
@@ -23,7 +23,7 @@ class WatchedPaths(PathsConnector):
         super().register_kv_caches(kv_caches)
         assert self._worker is not None
         blocks = self._worker._kv
-        rows = [block_rows(name, cache, self.settings.blocks) for name, cache in kv_caches.items()]
+        rows = [page_views(name, cache, self.settings.blocks)[0] for name, cache in kv_caches.items()]
         scatter = blocks.scatter
 
         def spoilt(layer: int, *arguments: Any, **options: Any) -> list[int]:

@@ -16,11 +16,11 @@ import torch
 from block_contexts import as_context
 from fake_cuda import FakeCuda
 from kv_blocks import identity
-from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block_rows
+from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend
 from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
 from sojourn_server.kv_offload.disk_tier import TierLimits
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
-from sojourn_server.kv_offload.kv_pages import KvPages
+from sojourn_server.kv_offload.kv_pages import KvPages, page_views
 from sojourn_server.kv_offload.offload_jobs import OffloadJobs
 from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler
 from sojourn_server.kv_offload.offload_worker import DeviceBackend, OffloadWorker
@@ -75,7 +75,7 @@ class Engine:
             f"layer{index}": torch.zeros(blocks, 2, 1 + index, 4, dtype=dtype) for index in range(LAYERS)
         }
         self._bytes = [cache.view(blocks, -1).view(torch.uint8).numpy() for cache in self.caches.values()]
-        rows = [block_rows(name, cache, blocks) for name, cache in self.caches.items()]
+        rows = [page_views(name, cache, blocks)[0].numpy() for name, cache in self.caches.items()]
         backend: DeviceBackend = CpuDeviceBackend(rows, slots)
         if cuda is not None:
             pages = [KvPages(row.ctypes.data, row.strides[0], row.shape[1]) for row in rows]

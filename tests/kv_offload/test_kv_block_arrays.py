@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda
-from sojourn_server.kv_offload.kv_block_arrays import cpu_block_arrays, cuda_block_arrays
+from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend
+from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
+from sojourn_server.kv_offload.kv_block_arrays import KvBlockArrays
 from sojourn_server.kv_offload.kv_pages import KvPages
 
 LAYERS, BLOCKS, PER_FULL = 3, 24, 2
@@ -17,6 +19,7 @@ PAGES = (8, 4)
 """Bytes of a block's two pages in a layer."""
 ROW = sum(PAGES)
 STAGING_ROWS = 3
+NAMES = [f"layer{at}" for at in range(LAYERS)]
 STEPS = 40
 WAITS = ("gather's fence", "scatter's fence", "staging")
 
@@ -28,18 +31,15 @@ class Device:
         self.cuda = FakeCuda(seed)
         # With a gap between the pages of a block, as where layers share a block.
         self.pages = [[np.zeros((BLOCKS, size + 4), np.uint8) for size in PAGES] for _ in range(LAYERS)]
-        self.kv = cuda_block_arrays(
-            {
-                f"layer{at}": [
-                    KvPages(each.ctypes.data, each.strides[0], size)
-                    for each, size in zip(pages, PAGES, strict=True)
-                ]
-                for at, pages in enumerate(self.pages)
-            },
-            PER_FULL,
-            self.cuda,
-            staging_bytes=STAGING_ROWS * ROW,
-        )
+        pages = [
+            [
+                KvPages(each.ctypes.data, each.strides[0], size)
+                for each, size in zip(layer, PAGES, strict=True)
+            ]
+            for layer in self.pages
+        ]
+        backend = CudaDeviceBackend(pages, 2 * STAGING_ROWS, self.cuda)
+        self.kv = KvBlockArrays(NAMES, PER_FULL, backend, STAGING_ROWS)
         self.expected = np.zeros((LAYERS, BLOCKS, ROW), np.uint8)
         self.draw = random.Random(seed)
         self.wrong = 0
@@ -160,13 +160,13 @@ def test_a_fill_that_holds_makes_the_thread_of_the_model_wait_for_nothing() -> N
 def test_it_has_the_sizes_and_the_order_of_bytes_of_a_cpu() -> None:
     """What one gathers, the other fills in."""
     device = Device(1)
-    rows = {f"layer{at}": np.zeros((BLOCKS, ROW), np.uint8) for at in range(LAYERS)}
-    cpu = cpu_block_arrays(rows, PER_FULL)
+    rows = [np.zeros((BLOCKS, ROW), np.uint8) for _ in NAMES]
+    cpu = KvBlockArrays(NAMES, PER_FULL, CpuDeviceBackend(rows, 20, by_layer=True), 10)
     for name in ("index", "per_full", "engine_bytes", "layer_bytes", "block_bytes"):
         assert getattr(device.kv, name) == getattr(cpu, name)
     for block in range(5):
         device.compute(2, block)
     found = device.kv.gather(2, range(5), device.kv.fence())
     assert cpu.scatter(2, found, 0, list(range(5))) == list(range(5))
-    assert (rows["layer2"][:5] == device.expected[2, :5]).all()
+    assert (rows[2][:5] == device.expected[2, :5]).all()
     assert cpu.gather(2, range(5)) == found

@@ -22,7 +22,9 @@ import transfer_manager_harness
 from fake_cuda import FakeCuda
 from fake_transfer_requests import BLOCK_TOKENS, PER_FULL, Request, to_prefill
 from kv_blocks import identity
-from sojourn_server.kv_offload.kv_block_arrays import cpu_block_arrays, cuda_block_arrays
+from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend
+from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
+from sojourn_server.kv_offload.kv_block_arrays import KvBlockArrays
 from sojourn_server.kv_offload.kv_pages import KvPages
 from sojourn_server.kv_transfer.peer_transport import SocketStream
 from sojourn_server.kv_transfer.rank_transfers import jobs_of_rank, rank_address
@@ -152,10 +154,11 @@ class Rank:
         rows = BLOCK_TOKENS * TOKEN_BYTES
         self.layers = [np.zeros((blocks, rows), np.uint8) for _ in range(LAYERS)]
         named = {f"layer{at}": layer for at, layer in enumerate(self.layers)}
-        self.kv: Any = cpu_block_arrays(named, PER_FULL)
+        backend: Any = CpuDeviceBackend(self.layers, 200, by_layer=True)
         if cuda is not None:
-            pages = {name: [KvPages(each.ctypes.data, rows, rows)] for name, each in named.items()}
-            self.kv = cuda_block_arrays(pages, PER_FULL, cuda, staging_bytes=5 * rows)
+            pages = [[KvPages(each.ctypes.data, rows, rows)] for each in self.layers]
+            backend = CudaDeviceBackend(pages, 10, cuda)
+        self.kv: Any = KvBlockArrays(named, PER_FULL, backend, 100 if cuda is None else 5)
         self.manager = TransferManager(store, bounds, name=name, listen=[listen])
         self.worker = TransferWorker(self.manager, self.kv, log=log, layerwise=layerwise)
 

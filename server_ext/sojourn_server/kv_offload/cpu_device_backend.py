@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .kv_pages import UnsupportedKvCaches, page_views
 from .offload_jobs import BlockCopy
 
 ByteArray = np.ndarray[Any, Any]
@@ -19,20 +18,6 @@ ByteArray = np.ndarray[Any, Any]
 
 CHUNK_BLOCKS = 32
 """Number of blocks copied at once. A chunk of this size stays in the processor's cache."""
-
-
-def block_rows(name: str, cache: Any, blocks: int) -> ByteArray:
-    """Return the memory of one layer's KV tensor as an array with a row of bytes for each of ``blocks``.
-
-    Raises ``UnsupportedKvCaches`` if the tensor is not on the CPU, or if a block's bytes are not contiguous.
-    """
-    if cache.device.type != "cpu":
-        raise UnsupportedKvCaches(f"layer {name}: KV on {cache.device}; expected a CPU engine")
-    views = page_views(name, cache, blocks)
-    if len(views) != 1:
-        raise UnsupportedKvCaches(f"layer {name}: each block lies in {len(views)} places; expected one")
-    rows: ByteArray = views[0].numpy()
-    return rows
 
 
 class CpuCopy(NamedTuple):

@@ -14,15 +14,12 @@ other requests may overwrite them. A scatter is complete when the call returns, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from .cpu_device_backend import ByteArray, CpuDeviceBackend
-from .cuda_device_backend import CudaDeviceBackend, TorchCuda
-from .kv_pages import KvPages
 from .offload_jobs import BlockCopy
 from .offload_worker import Copy, DeviceBackend
 
@@ -131,32 +128,3 @@ class KvBlockArrays:
         copy, self._last_in = self._last_in, None
         if copy is not None:
             copy.wait()
-
-
-def cpu_block_arrays(
-    layers: Mapping[str, ByteArray], per_full: int, *, staging_bytes: int = STAGING_BYTES
-) -> KvBlockArrays:
-    """``layers``: the ``block_rows`` of each layer, in the order of the forward pass. Raises ``ValueError``
-    for layers of different sizes."""
-    rows = _staging_rows({int(each.shape[1]) for each in layers.values()}, staging_bytes)
-    backend = CpuDeviceBackend([*layers.values()], 2 * rows, by_layer=True)
-    return KvBlockArrays(layers, per_full, backend, rows)
-
-
-def cuda_block_arrays(
-    layers: Mapping[str, Sequence[KvPages]],
-    per_full: int,
-    cuda: TorchCuda,
-    *,
-    staging_bytes: int = STAGING_BYTES,
-) -> KvBlockArrays:
-    """``layers``: places of each layer's blocks on the device, in the order of the forward pass. Raises
-    ``ValueError`` for layers of different sizes, and ``RuntimeError`` if host memory cannot be pinned."""
-    rows = _staging_rows({sum(each.page_bytes for each in pages) for pages in layers.values()}, staging_bytes)
-    return KvBlockArrays(layers, per_full, CudaDeviceBackend([*layers.values()], 2 * rows, cuda), rows)
-
-
-def _staging_rows(sizes: set[int], staging_bytes: int) -> int:
-    if len(sizes) != 1:
-        raise ValueError(f"layers have blocks of {sorted(sizes)} bytes; expected one size")
-    return max(1, staging_bytes // sizes.pop())

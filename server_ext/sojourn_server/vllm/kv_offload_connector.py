@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.context_keys import NeededBlock
@@ -279,24 +279,32 @@ def _layers_may_differ(vllm_config: VllmConfig) -> bool:
     )
 
 
-def open_device_backend(kv_caches: dict[str, torch.Tensor], blocks: int, slots: int) -> DeviceBackend:
+def open_device_backend(
+    kv_caches: dict[str, torch.Tensor], blocks: int, slots: int, *, by_layer: bool = False
+) -> DeviceBackend:
     """Return a backend that copies blocks between the device's ``blocks`` in ``kv_caches`` (KV tensors by
-    layer) and host memory of ``slots`` blocks. Raises ``UnsupportedKvCaches`` for another kind of device or
-    an unknown layout, and ``RuntimeError`` if CUDA cannot pin the host memory."""
+    layer) and host memory of ``slots`` blocks; with ``by_layer``, of one layer each. Raises
+    ``UnsupportedKvCaches`` for another kind of device or an unknown layout, and ``RuntimeError`` if CUDA
+    cannot pin the host memory."""
     from ..kv_offload.cpu_device_backend import CpuDeviceBackend
     from ..kv_offload.cuda_device_backend import CudaDeviceBackend, TorchCuda
     from ..kv_offload.kv_pages import KvPages, UnsupportedKvCaches, merge_neighbours, page_views
 
-    views: dict[tuple[int, int], torch.Tensor] = {}
-    for name, cache in kv_caches.items():
-        for view in page_views(name, cache, blocks):
-            views.setdefault((view.data_ptr(), view.shape[1]), view)  # layers may share a tensor
+    layers = [page_views(name, cache, blocks) for name, cache in kv_caches.items()]
+    # Layers may share a tensor.
+    views = {(view.data_ptr(), view.shape[1]): view for layer in layers for view in layer}
     device = next(iter(views.values())).device
     if device.type == "cpu":
-        return CpuDeviceBackend([view.numpy() for view in views.values()], slots)
+        if by_layer and any(len(layer) > 1 for layer in layers):
+            raise UnsupportedKvCaches("a layer's part of a block lies in several places; expected one")
+        rows = [layer[0] for layer in layers] if by_layer else views.values()
+        return CpuDeviceBackend([view.numpy() for view in rows], slots, by_layer=by_layer)
     if device.type != "cuda":
         raise UnsupportedKvCaches(f"KV on {device}; expected a CUDA device or a CPU")
     from .compat import swap_blocks_batch
 
-    pages = [KvPages(view.data_ptr(), view.stride(0), view.shape[1]) for view in views.values()]
-    return CudaDeviceBackend(merge_neighbours(pages), slots, TorchCuda(device, swap_blocks_batch))
+    def pages(of: Iterable[torch.Tensor]) -> list[KvPages]:
+        return [KvPages(view.data_ptr(), view.stride(0), view.shape[1]) for view in of]
+
+    places = [*map(pages, layers)] if by_layer else merge_neighbours(pages(views.values()))
+    return CudaDeviceBackend(places, slots, TorchCuda(device, swap_blocks_batch))

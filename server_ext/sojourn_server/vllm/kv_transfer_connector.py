@@ -23,6 +23,7 @@ from ..metrics.metrics_recorder import MetricsRecorder
 from .compat import KVConnectorRole
 from .kv_connector import BlockIds, KVConnector, MatchedTokens, StepOrders
 from .kv_connector_settings import GIB, KVTransferSettings
+from .kv_offload_connector import open_device_backend
 from .plugin_settings import SettingsError
 
 if TYPE_CHECKING:
@@ -366,25 +367,14 @@ def open_kv_blocks(
     bytes in a block, empty on a CPU). ``blocks``: number of blocks on the device. ``per_full``: engine blocks
     per Full Block. Raises ``UnsupportedKvCaches`` for another kind of device or an unknown layout, and
     ``RuntimeError`` if CUDA cannot pin host memory."""
-    from ..kv_offload.cpu_device_backend import block_rows
-    from ..kv_offload.cuda_device_backend import TorchCuda
-    from ..kv_offload.kv_block_arrays import cpu_block_arrays, cuda_block_arrays
-    from ..kv_offload.kv_pages import KvPages, UnsupportedKvCaches, device_layout, page_views
+    from ..kv_offload.kv_block_arrays import STAGING_BYTES, KvBlockArrays
+    from ..kv_offload.kv_pages import device_layout, page_views
 
-    device = next(iter(kv_caches.values())).device
-    if device.type == "cpu":
-        rows = {name: block_rows(name, cache, blocks) for name, cache in kv_caches.items()}
-        return cpu_block_arrays(rows, per_full), ""
-    if device.type != "cuda":
-        raise UnsupportedKvCaches(f"KV on {device}; expected a CUDA device or a CPU")
-    from .compat import swap_blocks_batch
-
-    pages = {
-        name: [
-            KvPages(view.data_ptr(), view.stride(0), view.shape[1])
-            for view in page_views(name, cache, blocks)
-        ]
-        for name, cache in kv_caches.items()
+    sizes = {
+        sum(view.shape[1] for view in page_views(name, cache, blocks)) for name, cache in kv_caches.items()
     }
-    layout = device_layout(kv_caches, blocks)
-    return cuda_block_arrays(pages, per_full, TorchCuda(device, swap_blocks_batch)), layout
+    if len(sizes) != 1:
+        raise ValueError(f"layers have blocks of {sorted(sizes)} bytes; expected one size")
+    rows = max(1, STAGING_BYTES // sizes.pop())
+    backend = open_device_backend(kv_caches, blocks, 2 * rows, by_layer=True)
+    return KvBlockArrays(kv_caches, per_full, backend, rows), device_layout(kv_caches, blocks)
