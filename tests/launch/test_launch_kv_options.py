@@ -164,12 +164,6 @@ def test_where_auto_is_no_host_memory_a_line_says_why(args, options, line):
     assert [line in text for text in said] == [True] * (line is not None)
 
 
-@pytest.mark.parametrize("options", [{"cpu": True}, {"cpu": False, "facts": {**HAS, "unified_memory": True}}])
-def test_auto_can_be_given_where_host_memory_is_the_devices_memory(options):
-    extra = config(build(host_gib="auto", **{"facts": HAS, **options}))["kv_connector_extra_config"]
-    assert extra["host_bytes"] == "auto"
-
-
 # -- an engine of a pair ----------------------------------------------------------------------
 
 
@@ -196,10 +190,10 @@ def test_a_role_and_a_store_are_enough(role, policy):
 
 @pytest.mark.parametrize(
     ("host_gib", "expected"),
-    [("2", {"host_bytes": 2 * GIB}), ("auto", {"host_bytes": "auto", "host_bytes_max": 0})],
+    [("2", {"host_bytes": 2 * GIB}), ("auto", {"host_bytes": "auto", "host_bytes_max": 50 * GIB})],
 )
-def test_a_prefill_engine_has_host_memory(host_gib, expected):
-    command = build(**PAIR, host_gib=host_gib, cpu=False)
+def test_a_prefill_engine_has_host_memory_also_where_it_is_the_devices_memory(host_gib, expected):
+    command = build(**PAIR, host_gib=host_gib, cpu=False, facts={**HAS, "unified_memory": True})
     told = config(command)
     assert command.argv.count("--kv-transfer-config") == 1
     assert "--disable-hybrid-kv-cache-manager" in command.argv, "transfers support one group"

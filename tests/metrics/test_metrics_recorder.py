@@ -155,7 +155,7 @@ def totals(moved: int, received: int = 0, **counts: int) -> dict[str, Any]:
     return {"slots": 10, "slots_used": 4, "links": links, "received_bytes": received, "counts": counts}
 
 
-def test_totals_become_increments() -> None:
+def test_totals_become_increments_and_gauges_show_the_present_state() -> None:
     recorder = MetricsRecorder(strict=True)
     assert count_links(recorder, None) == {}
     count_links(recorder, totals(100, pushes=9, pushes_complete=2))
@@ -164,17 +164,11 @@ def test_totals_become_increments() -> None:
     moved = [[labels, 150] for labels in LINK_LABELS.values()]
     assert drained["sojourn_link_bytes_total"] == [*moved, [RECEIVED, 30]]
     assert drained["sojourn_path_outcomes_total"] == [[{"what": "pushes_complete"}, 3]]
-    count_links(recorder, totals(150, 30, pushes_complete=3))
-    assert recorder.drain()["counters"] == {}
-
-
-def test_gauges_show_the_present_state() -> None:
-    recorder = MetricsRecorder(strict=True)
-    gauges = recorder.drain(count_links(recorder, totals(0)))["gauges"]
-    assert gauges["sojourn_path_slots"] == [[{"state": "used"}, 4], [{"state": "free"}, 6]]
-    read = {"link": "storage", "direction": "read"}
-    assert [read, 0.5] in gauges["sojourn_link_queued_seconds"]
-    assert [read, 7] in gauges["sojourn_link_queued_bytes"]
+    drained = recorder.drain(count_links(recorder, totals(150, 30, pushes_complete=3)))
+    assert drained["counters"] == {}
+    assert drained["gauges"]["sojourn_path_slots"] == [[{"state": "used"}, 4], [{"state": "free"}, 6]]
+    assert [LINK_LABELS["storage read"], 0.5] in drained["gauges"]["sojourn_link_queued_seconds"]
+    assert [LINK_LABELS["storage read"], 7] in drained["gauges"]["sojourn_link_queued_bytes"]
 
 
 def test_outcomes_are_the_counters_of_kv_transfer() -> None:
