@@ -58,7 +58,7 @@ BUDGETS = {
     "policies": 5_297,
     "metrics": 1_580,
     "predictors": 522,
-    "kv_offload": 2_741,
+    "kv_offload": 2_731,
     "kv_transfer": 2_979,
     "core": 4_200,
     "recording": 350,

@@ -168,7 +168,7 @@ def test_a_disk_that_ends_no_write_neither_fills_host_memory_nor_is_given_more()
     assert not spills
     assert not planner.has_jobs
     assert all(planner.plan_save(key(2 * 10**6 + number), 1) for number in range(500))
-    assert planner.persist(context, {}, 40.0) == (0, 0), "a program that leaves does not wait for it"
+    assert planner.persist(context, {}, 40.0)[:2] == (0, 0), "a program that leaves does not wait for it"
     written = dict.fromkeys(planner.disk.spilling, CopyResult.MOVED)
     planner.take_results(OffloadResults(spilled=written))
     planner.set_rank(keys(2 * 10**6, 100), RetentionRank.COLD)
@@ -344,7 +344,7 @@ def test_after_a_reset_nothing_is_written_or_read_until_a_restart() -> None:
         assert kept.lookup("late", as_context([key(9)]), 0.1) == 0
         jobs = step(kept)
         assert [*jobs.spills, *jobs.stages, *jobs.probes] == []
-    assert kept.persist(keys(0, 5), dict.fromkeys(keys(0, 5), 1), 0.0) == (0, 0)
+    assert kept.persist(keys(0, 5), dict.fromkeys(keys(0, 5), 1), 0.0)[:2] == (0, 0)
     assert not kept.has_jobs
     assert kept.lookup("r", as_context([key(1)]), 0.0) == 1, "host memory goes on"
 
@@ -384,7 +384,7 @@ def test_what_is_told_is_true_and_everything_comes_to_an_end(
         return results
 
     def persist(wanted: list[bytes], on_device: list[bytes]) -> tuple[int, int]:
-        return kept.persist(wanted, {each: at for at, each in enumerate(on_device)}, now)
+        return kept.persist(wanted, {each: at for at, each in enumerate(on_device)}, now)[:2]
 
     for act, number in acts:
         if act == "persist":
@@ -418,3 +418,71 @@ def test_what_is_told_is_true_and_everything_comes_to_an_end(
         now += 11.0
     assert files.issuperset(chain[:disk_blocks])
     assert not any(entry.pins for entry in kept.host)
+
+
+# -- a disk that is smaller than what belongs there
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    disk_blocks=st.integers(1, 40),
+    spill_below=st.sampled_from([0.0, 0.25, 1.0]),
+    programs=st.lists(st.tuples(st.integers(1, 12), st.sampled_from(RetentionRank)), max_size=6),
+)
+def test_a_small_disk_is_written_to_an_end(
+    disk_blocks: int, spill_below: float, programs: list[tuple[int, RetentionRank]]
+) -> None:
+    """What the budget deletes used to be written again in every step."""
+    limits = TierLimits(host_slots=48, disk_blocks=disk_blocks, spill_below=spill_below, max_spilling=5)
+    planner, written = OffloadScheduler(limits), 0
+    for number, (blocks, rank) in enumerate(programs):
+        stored(planner, keys(100 * number, blocks), rank)
+    for _ in range(60):
+        written += len(step(planner).spills)
+    assert not planner.has_jobs
+    assert not step(planner).spills
+    assert written <= sum(blocks for blocks, _ in programs) + disk_blocks
+
+
+def test_the_beginnings_stay_on_a_small_disk_and_host_memory_keeps_the_rest() -> None:
+    planner = OffloadScheduler(TierLimits(host_slots=100, disk_blocks=10))
+    cold = keys(0, 30)
+    stored(planner, cold, RetentionRank.COLD)
+    for _ in range(10):
+        step(planner)
+    assert not planner.has_jobs
+    assert {*planner.disk.blocks} == {*cold[:10]}
+    assert planner.host.room(RetentionRank.PLAIN) == 80, "20 are in host memory alone"
+
+
+def test_of_programs_that_leave_together_a_small_disk_keeps_what_it_can() -> None:
+    """Each write of one used to delete a block of the other, which was written again."""
+    planner, now = OffloadScheduler(TierLimits(host_slots=100, disk_blocks=10)), 0.0
+    contexts = [keys(100 * number, 8) for number in range(3)]
+    for context in contexts:
+        stored(planner, context)
+    told = {}
+    for _ in range(20):
+        now += 0.25
+        told = {at: planner.persist(context, {}, now) for at, context in enumerate(contexts)}
+        step(planner)
+    assert sum(on_disk for on_disk, _, _ in told.values()) == 10
+    assert not any(pending for _, pending, _ in told.values())
+    assert any("has not kept" in reason for _, _, reason in told.values())
+    now += 11.0
+    for _ in range(3):  # what was refused is written now, as the other programs may have gone
+        planner.persist(contexts[0], {}, now)
+        found = {job: (len(asked), False) for job, asked in step(planner).probes.items()}
+        planner.take_results(OffloadResults(probed=found))
+    assert planner.persist(contexts[0], {}, now) == (8, 0, "")
+
+
+def test_a_full_disk_ends_the_write_of_a_program_with_the_reason() -> None:
+    planner = OffloadScheduler(TierLimits(host_slots=100, disk_blocks=100))
+    stored(planner, keys(0, 5))
+    assert planner.persist(keys(0, 5), {}, 1.0) == (0, 5, "")
+    planner.take_results(answered(planner.take_jobs(), CopyResult.FULL))
+    on_disk, pending, reason = planner.persist(keys(0, 5), {}, 2.0)
+    assert (on_disk, pending) == (0, 0)
+    assert "has not kept" in reason
+    assert planner.persist(keys(0, 5), {}, 13.0) == (0, 5, ""), "it may have room again"

@@ -253,7 +253,7 @@ def test_after_a_store_that_fails_once_a_step_has_waited_for_it_nothing_is_loade
     engine.lane_is_through("_to_host")
     engine.step()
     assert engine.ask([A]) == 1
-    assert engine.planner.persist([A], {}, engine.now) == (0, 1)
+    assert engine.planner.persist([A], {}, engine.now) == (0, 1, "")
     engine.planner.load("r", [A], [1])
     assert engine.step() == {1}
     engine.steps_until(lambda: engine.planner.counts["spill_failed"] == 1)

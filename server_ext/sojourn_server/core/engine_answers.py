@@ -172,9 +172,9 @@ class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     program_id: str
     state: Literal["writing", "done", "unsupported"]
-    """If ``writing``, ask again later. If ``unsupported``, ``reason`` says why."""
+    """If ``writing``, ask again later. If ``unsupported``, nothing is written, and ``reason`` says why."""
     reason: str | None
-    """Why nothing is written."""
+    """Why nothing is written, or why not all of the context: the disk is too small for it, for instance."""
     turns: int
     """Number of the program's finished turns. Of several engines, the one with the most answers."""
     context_tokens: int

@@ -97,8 +97,7 @@ class EngineView:
         return None
 
     def persist(self, hashes: Sequence[Any]) -> dict[str, Any]:
-        """Write the blocks of a chain of hashes to disk. Returns ``stored_blocks`` and
-        ``pending_blocks``, or the ``reason`` why writing is not possible."""
+        """Write blocks to disk. Returns ``stored_blocks``, ``pending_blocks``, ``reason`` if not all can be."""
         return {"reason": "there is no disk"}
 
 
@@ -244,17 +243,18 @@ class EngineService:
         if program is None:
             return None
         hashes = self._state.contexts.get(program.id) or ()
-        is_dropped = not hashes and program.status in OVER_STATUSES
-        why_not = f"the program has {program.status.value}, and its KV was dropped"
-        progress = ({"reason": why_not} if is_dropped else {}) | self._view.persist(hashes)
-        pending, block_size = progress.get("pending_blocks", 0), self._state.pool.block_size
+        progress, block_size = self._view.persist(hashes), self._state.pool.block_size
+        reason = progress.get("reason")
+        if not hashes and program.status in OVER_STATUSES:
+            reason = reason or f"the program has {program.status.value}, and its KV was dropped"
+        stored, pending = progress.get("stored_blocks", 0), progress.get("pending_blocks", 0)
         reload = self._state.reload
         return answers.PersistProgress(
             program_id=program.id,
-            state="unsupported" if "reason" in progress else "writing" if pending else "done",
-            reason=progress.get("reason"),
+            state="writing" if pending else "unsupported" if reason and not stored else "done",
+            reason=reason,
             **_same(program, "turns context_tokens"),
-            stored_tokens=progress.get("stored_blocks", 0) * block_size,
+            stored_tokens=stored * block_size,
             pending_tokens=pending * block_size,
             compute_s=reload.seconds(program.context_tokens) if reload.known else None,
         )

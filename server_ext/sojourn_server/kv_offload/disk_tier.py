@@ -2,9 +2,10 @@
 
 To spill is to write a block from host memory to disk. To stage is to read it back into host memory. To probe
 is to ask the store which blocks it has. Other engines write and delete files of the same store, so what is
-known of the disk is a guess. Two rules cover a disk that is full, broken or slow. A write that fails is
-counted, and not repeated until it is ordered again. A block that cannot be read in time is computed again.
-While a disk ``hangs``, it is asked nothing new, and no request waits for it.
+known of the disk is a guess. Three rules cover a disk that is small, full, broken or slow. A block that the
+budget displaces no longer belongs on disk, and a write that fails is counted; neither is repeated until it is
+ordered again. A block that cannot be read in time is computed again. While a disk ``hangs``, it is asked
+nothing new, and no request waits for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
 from .offload_jobs import BlockKey, CopyResult, FileCopy, OffloadJobs, OffloadResults
 
 CONFIRMED_S = 10.0
-"""``persist`` asks the store again for blocks that it was last known to have this long ago."""
+"""``persist`` asks the store again for blocks that it was last known to have this long ago. It does not write
+again what the disk has refused, or has not kept for so long, in the last seconds of this number."""
 
 MAX_PINNED_SHARE = 0.5
 """Maximum share of host memory that requests waiting for the disk may pin together, because blocks that the
@@ -40,8 +42,8 @@ class TierLimits:
     disk_blocks: int = 0
     """Number of blocks that fit on the disk; 0 if there is no disk."""
     spill_below: float = 0.25
-    """Blocks are written to disk while less than this share of the slots can be reused without loss. Such a
-    slot is empty, or its block is on disk or has the rank ``WORTHLESS``."""
+    """Blocks are written to disk while less than this share of the slots can be reused without loss, as far
+    as the disk has room. Such a slot is empty, or its block is on disk or has the rank ``WORTHLESS``."""
     max_spilling: int = 256
     """Maximum number of blocks being written to disk at once, so that a slow disk's queue stays short."""
     max_stage_wait_s: float = MAX_STAGE_WAIT_S
@@ -91,6 +93,9 @@ class DiskTier:
         """Number of the last job that asked the store for ``persist``."""
         self._confirmed: set[BlockKey] = set()
         """Blocks that such jobs have found, until the next ``persist`` whose blocks all are known."""
+        self._not_kept: OrderedDict[BlockKey, float] = OrderedDict()
+        """Block whose write failed, or that the budget displaced less than ``CONFIRMED_S`` after it was last
+        known to be there → time of that. At most ``limits.disk_blocks``."""
         self._waits: dict[str, _DiskWait] = {}
         self._silent_since_s: dict[str, float] = {}
         """``"reads"`` (with probes) or ``"writes"`` → time since which the disk has answered none."""
@@ -156,8 +161,9 @@ class DiskTier:
                 host.set_dirty(entry, False)
             return
         spare = host.room(RetentionRank.WANTED) - host.unspilled + len(self.spilling)
-        wanted = max(len(host.unwritten), int(limits.spill_below * limits.host_slots) - spare)
-        self.spill(host.next_unspilled(max(0, wanted)))
+        # Of a smaller disk, each write beyond its size would displace one that this step counts on.
+        reusable = min(int(limits.spill_below * limits.host_slots), limits.disk_blocks)
+        self.spill(host.next_unspilled(max(0, len(host.unwritten), reusable - spare)))
 
     def spill(self, entries: Iterable[HostEntry]) -> None:
         """Plan to write filled entries to disk, as many as it may be given now."""
@@ -172,7 +178,11 @@ class DiskTier:
 
     def _spilled(self, key: BlockKey, copy_result: CopyResult) -> None:
         entry = self.spilling.pop(key)
-        self._host.counts["spilled" if copy_result is CopyResult.MOVED else f"spill_{copy_result.value}"] += 1
+        if copy_result is CopyResult.MOVED:
+            self._host.counts["spilled"] += 1
+        else:
+            self._host.counts[f"spill_{copy_result.value}"] += 1
+            self._note_not_kept(key)
         self._host.set_dirty(entry, False)
         self._host.unpin(entry, used=False)
 
@@ -190,6 +200,14 @@ class DiskTier:
             self._confirming = self._probe(old)
         return len(old)
 
+    def keepable(self, chain: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Return the beginning of ``chain`` that the disk can keep, for ``persist``: what fits, up to the
+        first block that it has lately not kept. Otherwise the blocks of two programs that do not fit together
+        would displace each other without end."""
+        since_s = self._now - CONFIRMED_S
+        fits = chain[: self._limits.disk_blocks]
+        return [*takewhile(lambda key: self._not_kept.get(key, since_s) <= since_s, fits)]
+
     def leading(self, keys: Sequence[BlockKey]) -> int:
         """Return the number of leading ``keys`` in host memory or on disk."""
         get, blocks = self._host.get, self.blocks
@@ -203,7 +221,19 @@ class DiskTier:
             if (entry := self._host.get(key)) is not None:
                 self._host.set_dirty(entry, False)
         while len(self.blocks) > self._limits.disk_blocks:
-            self._forget_file(next(iter(self.blocks)))
+            key, known_s = next(iter(self.blocks.items()))
+            self._forget_file(key)
+            if self._now - known_s < CONFIRMED_S:
+                self._note_not_kept(key)
+            # Written again for its rank alone, it would displace the next one.
+            if (entry := self._host.get(key)) is not None and entry.rank == RetentionRank.COLD:
+                self._host.set_rank(entry, RetentionRank.IDLE)
+
+    def _note_not_kept(self, key: BlockKey) -> None:
+        self._not_kept[key] = self._now
+        self._not_kept.move_to_end(key)
+        if len(self._not_kept) > self._limits.disk_blocks:
+            self._not_kept.popitem(last=False)
 
     def _forget_file(self, key: BlockKey) -> None:
         self._confirmed.discard(key)

@@ -201,11 +201,11 @@ class OffloadScheduler:
 
     def persist(
         self, chain: Sequence[BlockKey], on_device: Mapping[BlockKey, int], now: float
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int, str]:
         """Plan to write a context to disk, so that a program can move to another engine that reads the same
-        disk. Return (leading blocks on disk, blocks that wait to be written or are being written). The writes
-        take several steps: call it in later steps too, until no blocks are pending. Without a disk, while it
-        hangs, or after a cache reset, nothing is written.
+        disk. Return (leading blocks on disk, blocks that wait to be written or are being written, why the
+        rest is not written; empty if there is no rest). The writes take several steps: call it in later steps
+        too, until no blocks are pending. What the disk does not keep is not written again at once.
 
         ``chain``: keys of the context's blocks, in order. ``on_device``: key → block id, for blocks that the
         device has. To make room for those that only the device has, host memory evicts only blocks of
@@ -214,11 +214,16 @@ class OffloadScheduler:
         """
         host, disk, cold = self.host, self.disk, RetentionRank.COLD
         disk.note_time(now)
-        if disk.is_closed or disk.hangs("writes") or disk.hangs("reads"):
-            return 0, 0
+        if not self.limits.disk_blocks:
+            return 0, 0, "this engine has no disk below its host memory"
+        if disk.is_closed:
+            return 0, 0, "the cache was reset, after which this engine writes nothing to disk"
+        if disk.hangs("writes") or disk.hangs("reads"):
+            return 0, 0, "the disk does not answer"
         # Writes delete the least recently used files. So write no more than fits. Otherwise the end of the
         # context would displace its beginning.
-        chain = chain[: self.limits.disk_blocks]
+        wanted, chain = len(chain), disk.keepable(chain)
+        why = "the disk has not kept the rest: it is too small, full or broken" if len(chain) < wanted else ""
         stored, pending, unsaved = 0, disk.confirm(chain), list[tuple[BlockKey, int]]()
         if not pending:
             in_use: list[HostEntry] = []
@@ -238,7 +243,9 @@ class OffloadScheduler:
                 else:
                     pending += 1
         self._persisting |= pending > 0
-        return stored, pending
+        if not pending and stored < len(chain):
+            why = "host memory, through which blocks go to disk, has no room for the rest"
+        return stored, pending, why
 
     # -- requests -------------------------------------------------
 

@@ -245,23 +245,14 @@ class OffloadManager:
 
     def persist(self, keys: Sequence[BlockKey]) -> dict[str, Any]:
         """Start to write a context to disk. ``keys``: its block hashes. Return the progress
-        (``stored_blocks``, ``pending_blocks``, ``pending_bytes``), or a ``reason`` why nothing is
-        written. Call it again until no blocks are pending."""
-        connector = self._connector
-        if not connector.off:
-            if not self._planner.limits.disk_blocks:
-                return {"reason": "this engine has no disk below its host memory"}
-            if self._planner.disk.is_closed:
-                return {"reason": "the cache was reset, after which this engine writes nothing to disk"}
-        status = self._persist(keys)
-        if status is None:
-            return {"reason": f"the tiers below the device are off: {connector.off_because}"}
-        stored, pending = status
-        pending_bytes = pending * connector.settings.block_bytes
-        return {"stored_blocks": stored, "pending_blocks": pending, "pending_bytes": pending_bytes}
+        (``stored_blocks``, ``pending_blocks``), and a ``reason`` if not all is written. Call it again until
+        no blocks are pending."""
+        off = 0, 0, f"the tiers below the device are off: {self._connector.off_because}"
+        stored, pending, reason = self._persist(keys) or off
+        return {"stored_blocks": stored, "pending_blocks": pending, "reason": reason or None}
 
     @_turns_off
-    def _persist(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
+    def _persist(self, keys: Sequence[BlockKey]) -> tuple[int, int, str]:
         planner, on_device, at = self._planner, dict[BlockKey, int](), 0
         while True:  # each tier may have parts of the context
             found = self._groups.cached_prefix(keys[at:]).blocks
