@@ -11,8 +11,7 @@ from sojourn_server.kv_offload.offload_jobs import (
     TRANSFER_DIRECTIONS,
     CopyResult,
     OffloadResults,
-    OffloadStats,
-    RankResults,
+    WorkerReports,
 )
 from sojourn_server.metrics import metric_catalog
 
@@ -21,7 +20,7 @@ MOVED = CopyResult.MOVED
 
 def test_a_search_finds_what_all_ranks_find() -> None:
     reports = [OffloadResults(probed={1: (5, True)}), OffloadResults(probed={1: (3, False)})]
-    assert RankResults(2).add(reports).probed == {1: (3, False)}
+    assert WorkerReports(2).add(reports, 0.0).probed == {1: (3, False)}
 
 
 def test_speeds_are_of_the_engine() -> None:
@@ -30,7 +29,7 @@ def test_speeds_are_of_the_engine() -> None:
         OffloadResults(seconds={"to_host": 1.0}, moved_bytes={"to_host": 10}, waited_s=0.1),
         OffloadResults(seconds={"to_host": 3.0}, moved_bytes={"to_host": 10}, waited_s=0.2),
     ]
-    combined = RankResults(2).add(reports)
+    combined = WorkerReports(2).add(reports, 0.0)
     assert (combined.seconds, combined.moved_bytes) == ({"to_host": 3.0}, {"to_host": 20})
     assert combined.waited_s == 0.2
 
@@ -43,13 +42,13 @@ def test_every_job_is_answered_once_in_any_order_of_the_ranks(seed: int) -> None
     waiting = [[(job, results[job][rank]) for job in jobs] for rank in range(ranks)]
     for queue in waiting:
         draw.shuffle(queue)
-    combined, answered = RankResults(ranks), {}
+    combined, answered = WorkerReports(ranks), {}
     while any(waiting):
         step = [
             OffloadResults(stored=dict(queue.pop() for _ in range(draw.randint(0, min(3, len(queue))))))
             for queue in waiting
         ]
-        stored = combined.add(step).stored
+        stored = combined.add(step, 0.0).stored
         assert not stored.keys() & answered.keys()
         answered |= stored
     order = [*CopyResult].index
@@ -60,9 +59,11 @@ def test_every_job_is_answered_once_in_any_order_of_the_ranks(seed: int) -> None
 
 
 def test_overlap_is_the_share_of_copying_that_nobody_waited_for() -> None:
-    traffic = OffloadStats()
-    traffic.add(OffloadResults(seconds={"to_host": 3.0}, moved_bytes={"to_host": 300}, waited_s=1.0), 0.0)
-    traffic.add(OffloadResults(seconds={"to_device": 1.0, "to_disk": 50.0}, moved_bytes={"to_host": 1}), 0.0)
+    traffic = WorkerReports(1)
+    traffic.add([OffloadResults(seconds={"to_host": 3.0}, moved_bytes={"to_host": 300}, waited_s=1.0)], 0.0)
+    traffic.add(
+        [OffloadResults(seconds={"to_device": 1.0, "to_disk": 50.0}, moved_bytes={"to_host": 1})], 0.0
+    )
     totals = traffic.totals()
     assert totals["overlapped"] == 0.75, "the disk is not waited for and not counted"
     assert totals["moved_bytes"] == {"to_host": 301, "to_device": 0, "to_disk": 0, "from_disk": 0}
@@ -79,23 +80,23 @@ def moved(seconds: float, size: int) -> OffloadResults:
 
 
 def test_a_link_that_has_slowed_is_told_soon_however_long_it_was_fast() -> None:
-    traffic = OffloadStats()
+    traffic = WorkerReports(1)
     for _ in range(10_000):
-        traffic.add(moved(0.1, 1000), 0.0)
+        traffic.add([moved(0.1, 1000)], 0.0)
     for _ in range(SPEED_SAMPLES):
-        traffic.add(moved(1.0, 1000), 0.0)
-        traffic.add(OffloadResults(seconds={"to_device": 1.0}, moved_bytes={"to_device": 9}), 0.0)
+        traffic.add([moved(1.0, 1000)], 0.0)
+        traffic.add([OffloadResults(seconds={"to_device": 1.0}, moved_bytes={"to_device": 9})], 0.0)
     assert traffic.seconds_a_byte("to_host", 0.0) == 1.0 / 1000
     assert traffic.totals()["moved_bytes"]["to_host"] == 1000 * (10_000 + SPEED_SAMPLES), "all"
     for _ in range(SPEED_SAMPLES):
-        traffic.add(moved(0.1, 1000), 0.0)
+        traffic.add([moved(0.1, 1000)], 0.0)
     assert round(traffic.seconds_a_byte("to_host", 0.0) or 0.0, 9) == 0.1 / 1000, "and fast again"
 
 
 def test_what_was_measured_long_ago_is_not_believed_for_ever() -> None:
-    traffic = OffloadStats()
-    traffic.add(moved(10.0, 1000), 100.0)
-    traffic.add(moved(1.0, 1000), 101.0)
+    traffic = WorkerReports(1)
+    traffic.add([moved(10.0, 1000)], 100.0)
+    traffic.add([moved(1.0, 1000)], 101.0)
     assert traffic.seconds_a_byte("to_host", 100.0 + SPEED_MAX_AGE_S) == 11.0 / 2000
     assert traffic.seconds_a_byte("to_host", 100.5 + SPEED_MAX_AGE_S) == 1.0 / 1000
     assert traffic.seconds_a_byte("to_host", 102.0 + SPEED_MAX_AGE_S) is None

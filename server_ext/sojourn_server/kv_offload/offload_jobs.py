@@ -78,7 +78,7 @@ class OffloadJobs:
 
 @dataclass(slots=True)
 class OffloadResults:
-    """Results since the last report, of one worker or of all workers combined (``RankResults``)."""
+    """Results since the last report, of one worker or of all workers combined (``WorkerReports``)."""
 
     stored: dict[int, CopyResult] = field(default_factory=dict)
     """Number of a store job that has ended → its result."""
@@ -99,37 +99,6 @@ class OffloadResults:
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
-
-
-class RankResults:
-    """Combines the reports of an engine's workers, which may arrive in different steps.
-
-    Each worker copies its own part of every block. A job has ended when all workers have reported it. Its
-    result is the worst: a block counts as copied only if all workers have copied their parts.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        """``ranks``: number of workers that report."""
-        self._ranks = ranks
-        self._answers: defaultdict[tuple[str, int | BlockKey], list[Any]] = defaultdict(list)
-        """(field of ``OffloadResults``, job number or key) → answers so far."""
-
-    def add(self, reports: Iterable[OffloadResults]) -> OffloadResults:
-        """Add the reports of one step, at most one from each worker. Return the results of the jobs that all
-        workers have reported now, with the slowest one's ``seconds`` and ``waited_s``, and all bytes."""
-        combined = OffloadResults()
-        for report in reports:
-            for name, combine in _COMBINED.items():
-                for job, answer in getattr(report, name).items():
-                    answers = self._answers[name, job]
-                    answers.append(answer)
-                    if len(answers) == self._ranks:
-                        getattr(combined, name)[job] = combine(self._answers.pop((name, job)))
-            for lane, seconds in report.seconds.items():
-                combined.seconds[lane] = max(combined.seconds[lane], seconds)
-            combined.moved_bytes.update(report.moved_bytes)
-            combined.waited_s = max(combined.waited_s, report.waited_s)
-        return combined
 
 
 def _worst(results: Iterable[CopyResult]) -> CopyResult:
@@ -157,24 +126,47 @@ SPEED_MAX_AGE_S = 30.0
 After its reports have expired, its speed is unknown. Then the direction is used again, and so measured."""
 
 
-class OffloadStats:
-    """Totals of an engine's results, and the recent speed of each direction."""
+class WorkerReports:
+    """Combines the reports of an engine's workers, which may arrive in different steps. Keeps their totals,
+    and the recent speed of each direction.
 
-    def __init__(self) -> None:
+    Each worker copies its own part of every block. A job has ended when all workers have reported it. Its
+    result is the worst: a block counts as copied only if all workers have copied their parts.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        """``ranks``: number of workers that report."""
+        self._ranks = ranks
+        self._answers: defaultdict[tuple[str, int | BlockKey], list[Any]] = defaultdict(list)
+        """(field of ``OffloadResults``, job number or key) → answers so far."""
         self._total = OffloadResults()
         self._newest: dict[str, deque[tuple[float, float, int]]] = {
             lane: deque(maxlen=SPEED_SAMPLES) for lane in TRANSFER_DIRECTIONS
         }
         """Direction → (time, seconds, bytes) of each of its newest reports."""
 
-    def add(self, results: OffloadResults, now: float) -> None:
-        """Add the combined results of an engine's workers (``RankResults.add``). ``now``: seconds on the
-        clock that ``seconds_a_byte`` uses too."""
-        for lane, seconds in results.seconds.items():
-            self._total.seconds[lane] += seconds
-            self._newest[lane].append((now, seconds, results.moved_bytes.get(lane, 0)))
-        self._total.moved_bytes.update(results.moved_bytes)
-        self._total.waited_s += results.waited_s
+    def add(self, reports: Iterable[OffloadResults], now: float) -> OffloadResults:
+        """Add the reports of one step, at most one from each worker. Return the results of the jobs that all
+        workers have reported now, with the slowest one's ``seconds`` and ``waited_s``, and all bytes.
+        ``now``: seconds on the clock that ``seconds_a_byte`` uses too."""
+        combined, total = OffloadResults(), self._total
+        for report in reports:
+            for name, combine in _COMBINED.items():
+                for job, answer in getattr(report, name).items():
+                    answers = self._answers[name, job]
+                    answers.append(answer)
+                    if len(answers) == self._ranks:
+                        getattr(combined, name)[job] = combine(self._answers.pop((name, job)))
+            for lane, seconds in report.seconds.items():
+                combined.seconds[lane] = max(combined.seconds[lane], seconds)
+            combined.moved_bytes.update(report.moved_bytes)
+            combined.waited_s = max(combined.waited_s, report.waited_s)
+        for lane, seconds in combined.seconds.items():
+            total.seconds[lane] += seconds
+            self._newest[lane].append((now, seconds, combined.moved_bytes[lane]))
+        total.moved_bytes.update(combined.moved_bytes)
+        total.waited_s += combined.waited_s
+        return combined
 
     def seconds_a_byte(self, lane: str, now: float) -> float | None:
         """Return the recent seconds per byte in the direction ``lane``; ``None`` without a recent copy."""

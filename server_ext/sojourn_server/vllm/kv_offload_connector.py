@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.context_keys import NeededBlock
-from ..kv_offload.offload_jobs import OffloadJobs, OffloadResults, OffloadStats, RankResults
+from ..kv_offload.offload_jobs import OffloadJobs, OffloadResults, WorkerReports
 from ..kv_offload.offload_scheduler import AHEAD, OffloadScheduler
 from .compat import KVConnectorRole
 from .kv_connector import BlockIds, KVConnector, MatchedTokens, StepOrders, StepReport
@@ -56,8 +56,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         """Worker side: ids of device blocks that an ended load did not fill, until vLLM asks for them."""
         if role is KVConnectorRole.SCHEDULER:
             self.planner = OffloadScheduler(self.settings.limits())
-            self._rank_results = RankResults(self.settings.ranks)
-            self.traffic = OffloadStats()
+            self.traffic = WorkerReports(self.settings.ranks)
             self.off_because: str | None = None
             if not self.settings.host_slots:
                 self.turn_off(self.settings.host_because, logging.WARNING)
@@ -143,9 +142,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self.turn_off(report.off_because, logging.WARNING)
 
     def _take_results(self, results: list[OffloadResults]) -> None:
-        combined = self._rank_results.add(results)
-        self.traffic.add(combined, self.clock())
-        self.planner.take_results(combined)
+        self.planner.take_results(self.traffic.add(results, self.clock()))
 
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # vLLM frees the blocks at once, or if the request still loads, when the load ends as usual.
