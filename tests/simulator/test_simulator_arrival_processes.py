@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from pathlib import Path
 
 import pytest
 from sojourn_server.simulator.workloads.arrival_processes import (
     ArrivalProcess,
     closed_loop,
     finite_closed_loop,
-    load_programs,
     open_loop,
 )
 from sojourn_server.simulator.workloads.program_plans import ProgramPlanner
-from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceTurn
+from sojourn_server.traces.trace_schema import TraceProgram, TraceTurn
 
 TURNS = (
     TraceTurn(prompt_tokens=50, output_tokens=5, gap_s=1.0),
@@ -58,16 +56,6 @@ def test_poisson_arrivals_have_the_rate_and_are_as_many_as_asked_for(burst: int)
     assert statistics.mean(gaps) == pytest.approx(0.5 * burst, rel=0.1)
     assert statistics.stdev(gaps) == pytest.approx(0.5 * burst, rel=0.1)
     assert next(loop.following, None) is None
-
-
-def test_a_workload_is_a_file_or_a_name(tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    turn = '{"prompt_tokens":5,"output_tokens":5}'
-    path.write_text(f'{{"program_id":"p","turns":[{turn},{turn}]}}\n')
-    assert [p.program_id for p in load_programs(str(path))] == ["p"]
-    assert load_programs("synthetic:continuum-bfcl", seed=3)[0].source == "synthetic:continuum-bfcl"
-    with pytest.raises(TraceError, match="No such file"):
-        load_programs(str(tmp_path / "none"))
 
 
 def test_a_finite_loop_plays_each_program_once_and_in_order() -> None:

@@ -43,13 +43,3 @@ def test_what_was_seen_is_known_when_the_first_program_comes() -> None:
     size_tokens = expected.size_tokens(new["even"], 1, 10**6)
     assert min(peaks) <= size_tokens <= max(peaks)
     assert expected.work_s(new["even"]) > expected.work_s(new["odd"]) > 0.0
-
-
-@pytest.mark.parametrize("policy", ["sojourn/saga", "thunderagent"])
-def test_what_was_seen_is_none_of_the_runs_programs(policy: str) -> None:
-    before = small_workload(seed=9).programs
-    run = SmallCluster(
-        policy, named(small_workload(seed=3), "p"), prepare=lambda simulation: learn(simulation, before)
-    )
-    assert len(run.log.programs) == 12
-    assert all(program.finished_s is not None for program in run.log.programs)

@@ -14,23 +14,15 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_policy" / "break_even
     ("name", "found"),
     [
         ("prefix-affinity/stock", "prefix-affinity/stock"),
-        ("mori/mori+host", "mori/mori+host"),
         ("thunderagent/thunderagent-offload", "thunderagent/thunderagent-offload"),
-        ("thunderagent/stock", "thunderagent/stock"),
-        ("random/continuum+host", "random/continuum+host"),
         # A routing alone takes its own engines; what is both is a routing.
         ("saga", "saga/saga"),
-        ("mori", "mori/mori"),
         ("mori-paper", "mori-paper/mori-paper"),
-        ("random", "random/stock"),
         ("thunderagent", "thunderagent/thunderagent"),
         # An engine alone stands behind prefix affinity, or the router that it brings.
         ("stock", "prefix-affinity/stock"),
-        ("continuum", "prefix-affinity/continuum"),
         ("lru-offload", "prefix-affinity/lru-offload"),
-        ("saga-paper", "prefix-affinity/saga-paper"),
         ("thunderagent-offload", "thunderagent/thunderagent-offload"),
-        ("unlimited", "prefix-affinity/unlimited"),
         (str(EXAMPLE), "prefix-affinity/break_even"),
         (f"saga/{EXAMPLE}", "saga/break_even"),
     ],

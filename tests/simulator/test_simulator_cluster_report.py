@@ -11,9 +11,7 @@ import pytest
 from cli_process import refused, run_sojourn
 from simulator_run_logs import program_log, run_log, turn_log
 from sojourn_server.simulator.report.run_metrics import summarize_run
-from sojourn_server.simulator.report.turn_phases import add_run
 from sojourn_server.simulator.run_log import ProgramLog, ReplicaLog, RunLog
-from sojourn_server.traces.perfetto_trace import PerfettoTrace
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="simulate runs vLLM's scheduler")
 
@@ -90,13 +88,6 @@ def test_in_time_is_by_tenant_and_who_may_still_be_in_time_does_not_count() -> N
 
 
 # -- tables -----------------------------------------------------------------------------------------
-
-
-def test_a_programs_life_names_its_replicas() -> None:
-    trace = PerfettoTrace()
-    add_run(trace, log(life("a", "011", finished_s=3.0)), "saga")
-    events = [event for event in trace.document()["traceEvents"] if event["name"].startswith("turn ")]
-    assert [event["args"]["replica"] for event in events] == ["r0", "r1", "r1"]
 
 
 def test_policies_that_no_cluster_has_or_that_have_one_name_are_refused_before_anything_runs() -> None:

@@ -5,15 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import typer.testing
 from sojourn.ids import ProgramId
-from sojourn_server.cli import build_app
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.policy_views import FinishedTurnView
 from sojourn_server.policies.preset import load_preset, read_preset
 from sojourn_server.programs.windowed_history import ToolHistory
-from sojourn_server.simulator.simulation_run import RunSpec, validate_specs
-from sojourn_server.simulator.simulator_policies import find_policy
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_policy" / "break_even.toml"
 
@@ -45,20 +41,6 @@ def test_it_keeps_for_as_long_as_the_loss_would_cost() -> None:
     assert retention.keep(turn(2.0, 3.0, tool=None), 0.0) == RetentionDecision(
         0.0, DecisionReason.NO_TOOL_CALL
     )
-
-
-def test_the_lab_takes_it_by_its_file(tmp_path: Path) -> None:
-    assert find_policy(str(EXAMPLE)).name == "break_even"
-    assert validate_specs(
-        [RunSpec(policy=str(EXAMPLE), workload="synthetic:latency-cv:1.0", max_context_tokens=60_000)]
-    )
-    (tmp_path / "bad.py").write_text("class Mine:\n    pass\n")
-    (tmp_path / "bad.toml").write_text('extends = "continuum"\nretention = "bad:Mine"\n')
-    result = typer.testing.CliRunner().invoke(
-        build_app(), ["simulate", "synthetic:continuum-bfcl", "--policy", str(tmp_path / "bad.toml")]
-    )
-    message = str(result.exception)
-    assert "bad:Mine has no keep; retention needs what RetentionPolicy in sojourn_server.policies" in message
 
 
 @pytest.mark.engine

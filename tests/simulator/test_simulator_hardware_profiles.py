@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.simulator.latency.latency_models import (
     DeviceShape,
     FittedLatency,
-    RooflineLatency,
-    StepWork,
 )
 from sojourn_server.simulator.latency.latency_profiles import (
     SHIPPED_PROFILES,
@@ -180,17 +176,6 @@ def without(**limits: Any) -> EngineProfile:
     return dataclasses.replace(PROFILE, limits=dataclasses.replace(PROFILE.limits, **limits))
 
 
-def test_names_give_a_roofline() -> None:
-    latency, device = load_latency_model("h100", "llama-3.1-70b", 4, cpu_ratio=1.0)
-    assert isinstance(latency, RooflineLatency)
-    assert (device.hardware, device.model, device.max_num_batched_tokens) == (
-        "4x h100",
-        "llama-3.1-70b",
-        8192,
-    )
-    assert device.host_kv_tokens == device.kv_pool_tokens > device.max_context_tokens
-
-
 def test_options_override_what_vllm_would_choose() -> None:
     device = load_latency_model(
         "a100-80gb", "llama-3.1-8b", kv_pool_tokens=50_005, max_model_len=40_000, cpu_ratio=0.5
@@ -231,30 +216,9 @@ def test_what_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
         latency.copy_s(1, to_host=True)
     with pytest.raises(LatencyProfileError, match="no copy bandwidth"):
         load_latency_model(written(tmp_path, no_copies), cpu_ratio=1.0)
+    with pytest.raises(LatencyProfileError, match=r"engine\.toml: the engine profile holds no step costs"):
+        load_latency_model(written(tmp_path, dataclasses.replace(PROFILE, steps=None)))
     broken = tmp_path / "broken.toml"
     broken.write_text(PROFILE.to_toml().replace("\na_s = ", "\na_s = -1"))
     with pytest.raises(LatencyProfileError, match=r"broken\.toml: engine profile: .*`\$\.prefill\.a_s`"):
         load_latency_model(str(broken))
-
-
-def test_a_profile_without_step_costs_is_refused(tmp_path: Path) -> None:
-    old = tmp_path / "old.toml"
-    version_one = dataclasses.replace(PROFILE, steps=None)
-    old.write_text(version_one.to_toml().replace("version = 2", "version = 1"))
-    with pytest.raises(LatencyProfileError, match=r"old\.toml: the engine profile holds no step costs"):
-        load_latency_model(str(old), kv_pool_tokens=10_000, max_model_len=8000)
-
-
-@given(
-    st.tuples(*[st.floats(0, 1)] * 6),
-    st.tuples(*[st.integers(0, 10**6)] * 5),
-    st.sampled_from(StepWork._fields),
-    st.integers(1, 10**6),
-)
-def test_a_fitted_step_never_falls_when_work_grows(
-    costs: tuple[float, ...], counts: tuple[int, ...], field: str, more: int
-) -> None:
-    fitted = FittedLatency(StepCosts(*costs), None, None)
-    work = StepWork(*counts)
-    grown = work._replace(**{field: getattr(work, field) + more})
-    assert fitted.step_s(work) <= fitted.step_s(grown)

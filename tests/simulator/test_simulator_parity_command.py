@@ -52,13 +52,3 @@ def test_a_recording_without_decisions_is_no_success(tmp_path: Path):
     assert isinstance(result.exception, CliError)
     assert "holds no decisions" in result.exception.message
     assert "--shutdown-timeout" in result.exception.next_step
-
-
-def test_what_is_no_recording_is_said_in_a_line(tmp_path: Path):
-    path = tmp_path / "no.recording"
-    path.write_text("hello\n")
-    for name in (str(path), str(tmp_path / "absent.recording")):
-        result = run(name)
-        assert isinstance(result.exception, CliError)
-        assert Path(name).name in result.exception.message
-        assert "\n" not in result.exception.message

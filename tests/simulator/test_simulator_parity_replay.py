@@ -22,7 +22,6 @@ from sojourn_server.core.events_and_actions import CacheReset, OutputLengthPredi
 from sojourn_server.core.program_scheduler import ProgramScheduler
 from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerState
 from sojourn_server.policies.preset import load_preset, preset_text
-from sojourn_server.programs.statements import PLAN, StepsLeftHistory
 from sojourn_server.recording.recording_file import (
     FLUSH_RECORDS,
     RecordingError,
@@ -94,22 +93,6 @@ def test_each_policy_is_reproduced(policy, tmp_path):
         assert report.decisions_by_kind["preempt"] >= 1
         assert report.events_by_kind["DemandSampled"] > 30
         assert report.events_by_kind["AdmissionRequested"] > 250
-
-
-def test_what_to_do_lists_state_is_reproduced(tmp_path, monkeypatch):
-    stated: list[tuple[str, float]] = []
-    state = StepsLeftHistory.state
-
-    def noted(history: StepsLeftHistory, program: Any, source: str, steps: float) -> None:
-        stated.append((source, steps))
-        state(history, program, source, steps)
-
-    monkeypatch.setattr(StepsLeftHistory, "state", noted)
-    record(tmp_path / "recording", policy="sojourn", host_blocks=60)
-    live, stated[:] = stated[:], []
-    assert replay_recording(tmp_path / "recording").identical
-    assert stated == live
-    assert PLAN in {source for source, _ in live}
 
 
 def test_an_own_policy_is_reproduced_from_the_recordings_copy(tmp_path):

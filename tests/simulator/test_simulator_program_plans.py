@@ -137,13 +137,6 @@ def test_orphans_are_programs_and_circles_are_refused() -> None:
         ProgramPlanner([program("x", parent="a"), *circle])
 
 
-def test_copies_have_ids_and_tokens_of_their_own() -> None:
-    planner = ProgramPlanner([program()])
-    one, other = planner.plan(0, 0), planner.plan(0, 1)
-    assert (one.instance_id, other.instance_id, other.trace_id) == ("p@0", "p@1", "p")
-    assert one.prompt(0)[:20] != other.prompt(0)[:20]
-
-
 @pytest.mark.parametrize("start", ["x" * 300, "中" * 100, "a\nb", "é" * 127, "\x7f"])
 def test_ids_that_the_wire_refuses_get_a_digest(start: str) -> None:
     ids = [only(program(start + end)).instance_id for end in "ab"]

@@ -11,15 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 from rich.console import Console
-from simulation_results import read_results
 from simulator_run_logs import POLICY_BEHAVIORS, synthetic_run_log
-from sojourn_server.cli.console import write_json
 from sojourn_server.simulator.report import results_table
 from sojourn_server.simulator.report.results_file import (
     SUFFIXES,
     Provenance,
     ResultsError,
-    document,
     load_runs,
     made_with,
     save_runs,
@@ -178,19 +175,6 @@ def test_the_end_says_in_words_what_sojourn_brings() -> None:
 
 MADE = Provenance(command="sojourn simulate t", versions={"sojourn": "1"}, machine={"cores": 2})
 RUN = synthetic_run_log("stock", 3, virtual_s=300.0)
-
-
-@pytest.fixture
-def results(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    path = tmp_path / "out.json"
-    plain = document([summarize_run(RUN)], MADE)
-    write_json(plain, str(path))
-    return path, plain
-
-
-def test_results_are_read_back_as_written(results: tuple[Path, dict[str, Any]]) -> None:
-    read = read_results(results[0])
-    assert (read.version, read.made_with, read.runs) == (2, MADE, [summarize_run(RUN)])
 
 
 def test_the_command_names_no_folder_of_the_users() -> None:

@@ -85,13 +85,6 @@ def test_prompts_have_the_recorded_lengths_if_nothing_else_is_recorded(
     assert [plan.reused_tokens for plan in plans] == reused
 
 
-def test_two_runs_send_the_same_and_two_programs_do_not() -> None:
-    again = [PromptBuilder(APPENDING).prompt(0) for _ in range(2)]
-    assert again[0] == again[1]
-    other = PromptBuilder(program(*APPENDING.turns, program_id="q")).prompt(0)
-    assert common_prefix(other, again[0]) < 3
-
-
 def test_real_outputs_replace_the_planned_ones_if_they_fit() -> None:
     builder = PromptBuilder(APPENDING)
     builder.prompt(0)
