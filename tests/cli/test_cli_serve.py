@@ -207,11 +207,13 @@ def tiers(disk, host_gib="0.001"):
 def test_a_disk_that_cannot_be_fails_before_anything_is_loaded(tmp_path, nothing_starts, monkeypatch):
     (tmp_path / "file").write_text("")
     error = failure("tiny", *tiers(tmp_path / "file"))
-    assert "cannot be read: Not a directory" in error.message
+    assert "cannot be used: Not a directory" in error.message
     assert "--kv-disk" in error.next_step
     assert error.exit_code == failure("tiny", "--sojourn-lease-budget", "2").exit_code == 2
     monkeypatch.chdir(tmp_path)
     assert str(tmp_path / "file") in failure("tiny", *tiers("file")).message
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    assert "cannot be used: Permission denied" in failure("tiny", *tiers(tmp_path / "new" / "folder")).message
 
 
 def test_a_dry_run_checks_the_tiers_too_prints_the_command_and_makes_nothing(tmp_path, nothing_starts):

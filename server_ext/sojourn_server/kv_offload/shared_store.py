@@ -224,7 +224,8 @@ def blocks_per_full(engine_block_tokens: int, block_tokens: int) -> int:
 
 def check_root(root: Path, known: Mapping[str, Any], weights: str | None = None) -> None:
     """Raise ``IncompatibleStore`` if ``root`` has stores, but none with the fields ``known`` of an engine's
-    ``KvIdentity``, and with a model that begins with ``weights`` and a space. Raises ``OSError``."""
+    ``KvIdentity``, and with a model that begins with ``weights`` and a space. Raises ``OSError``, also if it
+    has no store and this user cannot make one there."""
     found: dict[Path, list[tuple[str, Any, Any]]] = {}
     with contextlib.suppress(FileNotFoundError):
         for name in sorted(os.listdir(root)):
@@ -240,6 +241,9 @@ def check_root(root: Path, known: Mapping[str, Any], weights: str | None = None)
                         differences.append(("model", manifest.get("model"), f"{weights} …"))
     if found and all(found.values()):
         raise IncompatibleStore(*min(found.items(), key=lambda each: len(each[1])))
+    parent = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not found and not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
 
 
 def check_private(store: Path) -> None:

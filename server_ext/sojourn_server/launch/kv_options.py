@@ -302,6 +302,6 @@ def _check_store(
         raise InvalidOption(f"{flag} {directory} cannot be used: {error.what}", error.advice) from None
     except OSError as error:
         raise InvalidOption(
-            f"{flag} {directory} cannot be read: {error.strerror}",
+            f"{flag} {directory} cannot be used: {error.strerror}",
             f"give {flag} a directory that this user can write",
         ) from None
