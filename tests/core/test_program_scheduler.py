@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -223,15 +222,6 @@ def test_c4_with_a_tier_below_the_price_of_losing_a_context_is_copying_it() -> N
     step(LinkCosts(None, None, loads_queued_s=1e6))
     lease = engine.leased_turn("s", prompt(40, 3))
     assert lease.reload_s == 42.0, "computing is faster"
-
-
-def test_c4_c5_the_ttl_comes_from_the_tools_history_and_from_the_price() -> None:
-    engine = VirtualEngine("continuum", curve=CURVE, histories=trained(101, 2.0))
-    lease = engine.leased_turn("p", prompt(40))
-    assert (lease.ttl_s, lease.reason, lease.reload_s) == (2.0, DecisionReason.THIS_TOOL, 42.0)
-    assert lease.expires_s == engine.now + 2.0
-    cold = VirtualEngine("continuum", curve=CURVE).leased_turn("p", prompt(40))
-    assert (cold.ttl_s, cold.reason) == (pytest.approx(math.log(42.0)), DecisionReason.COLD_START)
 
 
 def test_c4_the_mean_wait_of_evicted_programs_is_part_of_the_worth() -> None:

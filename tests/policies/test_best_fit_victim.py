@@ -16,7 +16,6 @@ from sojourn_server.policies.preemption_policies import (
     MOST_COMPARED,
     MOST_PREEMPTIONS,
     BestFitVictim,
-    VictimPolicy,
 )
 
 NEED = BlockShortage(100, 16, 0.05)
@@ -134,19 +133,10 @@ def test_it_chooses_like_a_naive_implementation(
 # -- the rule, by example ---------------------------------------------------------------------------
 
 
-def test_a_program_that_holds_too_little_is_spared() -> None:
-    """The cascade of the paper's Figure 1: the last admitted is small, and the others go on growing."""
-    running = [
-        request("long", 0, context_tokens=1000, remaining=(1000.0,)),
-        request("longer", 1, context_tokens=400, remaining=(1000.0,)),
-        request("small", 2, context_tokens=40, remaining=(30.0,)),
-    ]
-    # Of the first two, at 512 steps, either needs 95 or 57.5 blocks; the small one is gone by then.
-    assert BestFitVictim().victim(running, NEED._replace(available_blocks=90), 0.0) == "long"
-    assert VictimPolicy().victim(running, NEED, 0.0) is None, "the last, which is the small one"
-    for least_tokens, chosen in ((1000, "long"), (1001, None)):
-        policy = BestFitVictim(least_tokens=least_tokens)
-        assert policy.victim(running, NEED._replace(available_blocks=90), 0.0) == chosen
+def test_where_all_outputs_are_short_the_engine_chooses() -> None:
+    running = [request(name, at, context_tokens=1000, remaining=(500.0,)) for at, name in enumerate("ab")]
+    for least_tokens, chosen in ((500, "b"), (501, None)):
+        assert BestFitVictim(least_tokens=least_tokens).victim(running, NEED, 0.0) == chosen
 
 
 def test_what_fits_to_the_block_fits() -> None:

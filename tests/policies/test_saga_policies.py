@@ -72,10 +72,7 @@ def test_the_order_is_that_of_equation_1_at_any_time(
     assert by_score == pytest.approx(by_paper, abs=1e-9)
 
 
-def test_each_term_alone():
-    assert score(owner(last_turn_s=99.0)) < score(owner()), "idle for longer"
-    assert score(owner(p_reuse=0.2)) < score(owner()), "less likely to come back"
-    assert score(owner(blocks=90)) < score(owner()), "larger"
+def test_what_equation_1_does_not_say():
     assert score(owner(over=True)) < score(owner()), "over"
     assert score(owner(has_request=True)) > score(owner()), "its request waits"
     assert score(owner(p_reuse=None)) < score(owner()), "cold"
