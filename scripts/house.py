@@ -69,7 +69,7 @@ BUDGETS = {
     "gateway": 5_657,
     "simulator": 5_840,
     "replay": 686,
-    "profiling": 602,
+    "profiling": 593,
     "models": 374,
     "demo": 942,
     "cli": 4_547,

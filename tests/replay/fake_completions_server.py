@@ -18,8 +18,6 @@ class FakeServer(HandlerServer):
         self.block_size = 16
         self.max_model_len: int | None = 100_000
         self.api_key: str | None = None
-        self.reports_cached = True
-        self.returns_ids = True
         self.forgets = False
         self.obeys_replay = True
         self.sojourn = False
@@ -103,15 +101,15 @@ class FakeServer(HandlerServer):
         forced = (body.get("vllm_xargs") or {}).get("replay_ids") if self.obeys_replay else None
         output = forced or [(sum(prompt) + i) % 90 + 5 for i in range(count)]
         self._remember(prompt + output[:-1])
-        usage: dict[str, Any] = {"prompt_tokens": len(prompt), "completion_tokens": len(output)}
-        if self.reports_cached:
-            usage["prompt_tokens_details"] = {"cached_tokens": cached}
-        chunks: list[dict[str, Any]] = []
-        for token in output:
-            choice: dict[str, Any] = {"index": 0, "text": "x"}
-            if self.returns_ids and body.get("return_token_ids"):
-                choice["token_ids"] = [token]
-            chunks.append({"choices": [choice]})
+        usage = {
+            "prompt_tokens": len(prompt), "completion_tokens": len(output),
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }  # fmt: skip
+        asks_ids = body.get("return_token_ids")
+        chunks: list[dict[str, Any]] = [
+            {"choices": [{"index": 0, "text": "x", **({"token_ids": [token]} if asks_ids else {})}]}
+            for token in output
+        ]
         chunks.append({"choices": [], "usage": usage})
         data = b"".join(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks) + b"data: [DONE]\n\n"
         handler.answer(data, kind="text/event-stream")

@@ -10,7 +10,7 @@ import pytest
 from fake_completions_server import FakeServer
 from sojourn_server.policies.costs.engine_profile import EngineLimits
 from sojourn_server.policies.costs.step_costs import StepCosts
-from sojourn_server.profiling.cost_fitting import fit_prefill_curve, fit_step_costs
+from sojourn_server.profiling.cost_fitting import fit_step_costs
 from sojourn_server.profiling.prefill_measurement import MeasurementRun, measure_prefill, read_limits
 from sojourn_server.profiling.step_measurement import StepMeasurement, decode_sample, prefill_sample
 from sojourn_server.replay.completions_client import Completion, CompletionsClient
@@ -133,10 +133,3 @@ async def test_limits_come_from_capabilities_or_metrics(
         async with CompletionsClient(server.url) as client:
             found = await read_limits(client, await client.discover(None))
     assert found == (EngineLimits(max_context_tokens=8000, **limits), block_size)
-
-
-def test_the_curve_and_the_samples_tell_the_same_of_a_prefill() -> None:
-    points = prefill_points()
-    fitted = fit_prefill_curve(points)
-    for tokens, seconds in points:
-        assert fitted.seconds(tokens) == pytest.approx(seconds, rel=0.02)

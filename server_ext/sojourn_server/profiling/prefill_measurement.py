@@ -6,7 +6,6 @@ run one at a time, and the server must be idle otherwise. ``lengths_up_to`` choo
 
 from __future__ import annotations
 
-import itertools
 import random
 import statistics
 import time
@@ -19,7 +18,7 @@ from sojourn_server.profiling.cost_fitting import fit_prefill_curve
 from sojourn_server.replay.completions_client import Completion, CompletionsClient, ServedModel, ServerError
 from sojourn_server.traces.token_ids import FIRST_ID
 
-FIRST_LENGTH = 1000
+SHORTEST = 1000
 WARM_UP_TOKENS = 64
 
 
@@ -64,18 +63,10 @@ class MeasurementRun:
 
 
 def lengths_up_to(max_tokens: int) -> list[int]:
-    """Return the prompt lengths to measure: 1000, 2000, 4000, … and ``max_tokens``. For a maximum below 4000:
-    a quarter of it, half of it, and all of it.
-
-    Below 4000, doubling from 1000 would give lengths too close together: a quadratic fit to 1000, 2000 and
-    2048 would be inaccurate.
-    """
-    if max_tokens < 4 * FIRST_LENGTH:
-        return sorted({max(1, max_tokens * part // 4) for part in (1, 2, 4)})
-    doublings = itertools.takewhile(
-        lambda length: length < max_tokens, (FIRST_LENGTH << n for n in range(64))
-    )
-    return [*doublings, max_tokens]
+    """Return the prompt lengths to measure: ``max_tokens``, a half of it, a quarter and so on, while they
+    have ``SHORTEST`` tokens or more. Three in any case, as a quadratic fit needs."""
+    count = max(3, (max_tokens // SHORTEST).bit_length())
+    return sorted({max(1, max_tokens >> halvings) for halvings in range(count)})
 
 
 async def measure_prefill(run: MeasurementRun, max_tokens: int, budget_s: float) -> list[tuple[int, float]]:
