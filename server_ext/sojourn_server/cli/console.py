@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -24,6 +25,7 @@ from ..launch.engine_server import ServerStartError, free_port
 from ..traces.atomic_files import write_atomically
 from .cli_error import CliError as CliError
 
+_Settings = TypeVar("_Settings")
 console = Console(stderr=True)
 """Console on stderr for progress, tables and errors, so that the output of ``--json -`` can be piped."""
 PLACE_STEP = "make room or name another place, and run it again"
@@ -114,6 +116,13 @@ def given_options(context: typer.Context) -> dict[str, str]:
         if source is not None and source.name == "COMMANDLINE":
             given[each.name or ""] = each.opts[0]
     return given
+
+
+def from_options(context: typer.Context, kind: Callable[..., _Settings], **others: Any) -> _Settings:
+    """Return settings of the class ``kind``. Each field that is not in ``others`` has the value of the option
+    of the same name, or its default if there is no such option."""
+    names = signature(kind).parameters.keys() & context.params.keys() - others.keys()
+    return kind(**{name: context.params[name] for name in names}, **others)
 
 
 def check_suffix(

@@ -27,7 +27,7 @@ from ..policies.preset_store import PresetError
 from ..routing.routing_events import PairRole
 from ..routing.routing_from_preset import PrefillDecodeRules
 from ..routing.routing_limits import RoutingLimits
-from .console import CliError, check_free_port, given_options, print_line, print_note
+from .console import CliError, check_free_port, from_options, given_options, print_line, print_note
 
 if TYPE_CHECKING:
     from sojourn_server.gateway.http.peers import Peers
@@ -175,11 +175,8 @@ def gateway(
     from sojourn_server.gateway.http.gateway_app import GatewayOptions, build_gateway
     from sojourn_server.gateway.http.gateway_server import GatewayServer, uvicorn_settings
 
-    limits = RoutingLimits(most_waiting=max_waiting, wait_s=wait_s, silent_program_s=silent_program_s)
-    max_bytes = max_body_mib << 20
-    options = GatewayOptions(
-        engine_key=engine_key, admin_key=admin_key, max_body_bytes=max_bytes, session_header=session_header
-    )
+    limits = from_options(context, RoutingLimits, most_waiting=max_waiting)
+    options = from_options(context, GatewayOptions, max_body_bytes=max_body_mib << 20)
     roles = {url: PairRole(role) if in_pairs else None for role, found in urls.items() for url in found}
     rules = preset or PrefillDecodeRules(read_side, short_queue_s, most_prefill_s, high_tokens_ratio)
     made, app = build_gateway(roles, rules, known, options, limits=limits, peers=others)

@@ -20,6 +20,7 @@ from .console import (
     CliError,
     api_key_option,
     console,
+    from_options,
     json_option,
     print_line,
     print_note,
@@ -38,6 +39,7 @@ _NEXT_STEPS = {
 
 
 def replay(
+    context: typer.Context,
     trace: str = typer.Argument(
         help="A .jsonl or .jsonl.gz trace, one program per line, or synthetic:NAME as in simulate"
     ),
@@ -50,8 +52,11 @@ def replay(
     arrivals: bool = typer.Option(False, help="Start programs at their recorded times instead"),
     speed: float = typer.Option(1.0, help="Divisor of tool times, arrivals and offsets"),
     token_scale: float = typer.Option(1.0, help="Factor of all token counts"),
-    max_context: int | None = typer.Option(
-        None, min=2, help="Longest context in tokens; programs end before their first longer turn"
+    max_context_tokens: int | None = typer.Option(
+        None,
+        "--max-context",
+        min=2,
+        help="Longest context in tokens; programs end before their first longer turn",
     ),
     force_tokens: bool = typer.Option(
         False, help="Force outputs, so that prefixes are exact; needs our logits processor in the server"
@@ -78,17 +83,7 @@ def replay(
     if dialect not in ("auto", "sojourn", "vllm"):
         raise CliError(f"--dialect {dialect} is unknown", "use auto, sojourn or vllm")
     try:
-        options = ReplayOptions(
-            concurrency=concurrency,
-            arrivals=arrivals,
-            speed=speed,
-            token_scale=token_scale,
-            max_context_tokens=max_context,
-            force_tokens=force_tokens,
-            oracle_lengths=oracle_lengths,
-            vocabulary=vocabulary,
-            block_size=block_size,
-        )
+        options = from_options(context, ReplayOptions)
     except ValueError as error:
         raise CliError(str(error), "see sojourn replay --help") from None
     chosen = first_programs(load_programs(trace), programs)

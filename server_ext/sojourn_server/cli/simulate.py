@@ -32,6 +32,7 @@ from .console import (
     ProgressLines,
     check_suffix,
     console,
+    from_options,
     given_options,
     json_option,
     output_file,
@@ -50,11 +51,6 @@ SWEEP_POLICIES = {
     "replicas": CLUSTER_POLICIES,
 }
 """Default policies of sweeps of a number that ``DEFAULT_POLICIES`` do not use."""
-_SPEC_OPTIONS = (
-    "workload", "hardware", "model", "tp", "cpu_ratio", "disk_ratio", "replicas", "seed", "max_gap_s",
-    "human_gaps", "pool_tokens", "max_model_len", "hold_timeout_s",
-)  # fmt: skip
-"""Options that are fields of a ``RunSpec`` under the same name."""
 _SHOWING_OPTIONS = ("load", "warm_up_s", "json", "plot", "save", "explain")
 """Options that have an effect on runs loaded with ``--load``."""
 
@@ -107,8 +103,11 @@ def simulate(
     max_model_len: int | None = typer.Option(
         None, min=2, help="The engine's longest context, tokens. Default: the model's"
     ),
-    max_context: int | None = typer.Option(
-        None, min=2, help="Programs end before a turn with more tokens. Default: the engine's limit"
+    max_context_tokens: int | None = typer.Option(
+        None,
+        "--max-context",
+        min=2,
+        help="Programs end before a turn with more tokens. Default: the engine's limit",
     ),
     hold_timeout_s: float = typer.Option(
         SchedulerLimits().hold_timeout_s,
@@ -153,9 +152,10 @@ def simulate(
             policy = SWEEP_POLICIES.get(sweeping.field, policy) if sweeping is not None else policy
         if async_scheduling is None:  # a file from sojourn profile does not name its device
             async_scheduling = not is_engine_profile(hardware)
-        settings = {name: context.params[name] for name in _SPEC_OPTIONS}
-        settings |= {"async_scheduling": async_scheduling, "max_context_tokens": max_context}
-        specs = _specs(policy, programs, rate, settings)
+        template = from_options(
+            context, RunSpec, policy="", programs=1, workload=workload, async_scheduling=async_scheduling
+        )
+        specs = _specs(template, policy, programs, rate)
         if sweeping is not None:
             if len(loads := {(spec.programs, spec.rate_per_s) for spec in specs}) > 1:
                 raise CliError(
@@ -197,14 +197,14 @@ def _until_s(hours: float | None, spec: RunSpec) -> float | None:
     return hours * 3600.0
 
 
-def _specs(policies: str, programs: str, rate: str | None, settings: dict[str, Any]) -> list[RunSpec]:
+def _specs(template: RunSpec, policies: str, programs: str, rate: str | None) -> list[RunSpec]:
     names = dict.fromkeys(name.strip() for name in policies.split(",") if name.strip())
     if not names:
         raise CliError("--policy names no policy", "for example --policy stock,sojourn")
     counts = _numbers("--programs", programs, int)
     rates = [None] if rate is None else _numbers("--rate", rate, float)
     return [
-        RunSpec(policy=name, programs=count, rate_per_s=per_s, **settings)
+        replace(template, policy=name, programs=count, rate_per_s=per_s)
         for count in counts
         for per_s in rates
         for name in names
