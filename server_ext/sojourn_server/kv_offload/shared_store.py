@@ -289,7 +289,7 @@ class SharedStore:
         """Guards the attributes below. Held while files are listed and deleted: only writers wait."""
         self._left = 0
         """Number of files that this store may write before it lists the files again; -1 for a full disk."""
-        self._count_again_ns = 0
+        self._counted_ns, self._count_every_ns = 0, 0
         self._parents: OrderedDict[bytes, bytes] = OrderedDict()
         if not os.path.lexists(path):
             check_root(path.parent, asdict(identity))
@@ -355,7 +355,7 @@ class SharedStore:
         except OSError as error:
             if error.errno not in _NO_SPACE:
                 raise
-            self._left, self._count_again_ns = -1, self._clock_ns() + COUNT_NS
+            self._left, self._counted_ns, self._count_every_ns = -1, self._clock_ns(), COUNT_NS
             return PutOutcome.FULL
         self._mark_used(key, parent)
         return PutOutcome.STORED
@@ -394,7 +394,8 @@ class SharedStore:
     def _reserve(self) -> bool:
         """Return whether one more file fits in the budget; if necessary, delete the oldest."""
         with self._lock:
-            if not self._left or self._clock_ns() >= self._count_again_ns:
+            # The clock may also have been set back.
+            if not self._left or not 0 <= self._clock_ns() - self._counted_ns < self._count_every_ns:
                 self._count()
             has_room = self._left > 0
             self._left -= has_room
@@ -424,8 +425,8 @@ class SharedStore:
                     self.blocks -= 1
         room = max(0, self._budget_bytes - used_bytes) // self._file_bytes
         self._left = min(room, max(1, room // COUNT_SHARE)) or -1
-        now_ns = self._clock_ns()
-        self._count_again_ns = now_ns + max(COUNT_NS, 20 * (now_ns - began_ns))  # a share may list slowly
+        self._counted_ns = now_ns = self._clock_ns()
+        self._count_every_ns = max(COUNT_NS, 20 * (now_ns - began_ns))  # a share may list slowly
         return before - self.blocks
 
     def _erase(self, path: Path) -> bool:
