@@ -31,21 +31,6 @@ def parse(**more: Any) -> Any:
     return parse_config({"model": "tiny", **more}, source="f.yaml")
 
 
-def test_what_travels_is_read_back_the_same() -> None:
-    config = parse(
-        engines={
-            "min": 2,
-            "max": 4,
-            "args": ["--max-model-len", 4096],
-            "environment": {"A": 1},
-            "num_gpus": 1,
-        },
-        keys={"engine": "ENGINE_KEY"},
-    )
-    assert config.engines.args == ("--max-model-len", 4096)
-    assert parse_config(msgspec.to_builtins(config), source="again") == config
-
-
 def test_prefill_and_decode_engines_are_groups_of_their_own() -> None:
     given = {**PAIRS, "prefill": None, "pairs": {"store": "/kv", "read_side": "prefill"}}
     config = parse_config(given, source="f.yaml")
