@@ -40,36 +40,64 @@ def load_latency_model(
     Raises ``LatencyProfileError`` with one line that names the file, the field and a remedy. If the model
     does not fit, it has the missing bytes.
     """
-    latency: LatencyModel
-    if is_engine_profile(hardware):
-        latency, device = _measured(Path(hardware), model, tp, cpu_ratio, kv_pool_tokens, max_model_len)
-        return latency, _in_blocks(device, cpu_ratio)
+    load = _measured if is_engine_profile(hardware) else _roofline
+    latency, device = load(hardware, model, tp, kv_pool_tokens, max_model_len)
+    if not 0 <= cpu_ratio < float("inf"):
+        raise profiles.LatencyProfileError(f"cpu_ratio is {cpu_ratio}; expected a number ≥ 0")
+    block = device.block_size
+    pool = device.kv_pool_tokens // block * block
+    if pool < 2 * block:
+        raise profiles.LatencyProfileError(
+            f"the KV pool holds {pool:,} tokens; expected at least {2 * block}, which one request needs"
+        )
+    if pool < device.max_context_tokens:
+        raise profiles.LatencyProfileError(
+            f"kv_pool_tokens is {pool:,}, max_model_len {device.max_context_tokens:,}: one request would not "
+            f"fit; use a max_model_len of at most {pool}"
+        )
+    if cpu_ratio and not device.kv_bytes_per_token:
+        raise profiles.LatencyProfileError(
+            f"{hardware}: limits.kv_bytes_per_token is missing, and host memory needs it: name the model"
+        )
+    for to_host in (True, False) if cpu_ratio else ():  # raises an error without the bandwidth
+        latency.copy_s(1, to_host=to_host)
+    return latency, device._replace(
+        kv_pool_tokens=pool,
+        # vLLM's null block is part of the pool, and the longest request has to fit the rest.
+        max_context_tokens=min(device.max_context_tokens, pool - block),
+        host_kv_tokens=int(pool * cpu_ratio) // block * block,
+    )
+
+
+def _roofline(
+    hardware: str, model: str | None, tp: int, pool_tokens: int | None, max_len: int | None
+) -> tuple[LatencyModel, DeviceShape]:
+    """As ``load_latency_model``, for a hardware profile."""
     profile = profiles.load_hardware_profile(hardware)
     shape = profiles.load_model_shape(DEFAULT_MODEL if model is None else model)
     latency = RooflineLatency(profile, shape, tp)
-    context = shape.max_context_tokens if max_model_len is None else max_model_len
+    context = shape.max_context_tokens if max_len is None else max_len
     if context > shape.max_context_tokens:
         raise profiles.LatencyProfileError(
             f"max_model_len is {context:,}; {shape.name} takes at most {shape.max_context_tokens:,}"
         )
-    if kv_pool_tokens is None:
-        kv_pool_tokens = _pool_tokens(profile, shape, tp, context)
-    elif max_model_len is None:
-        context = min(context, kv_pool_tokens // BLOCK_SIZE * BLOCK_SIZE)
+    if pool_tokens is None:
+        pool_tokens = _pool_tokens(profile, shape, tp, context)
+    elif max_len is None:
+        context = min(context, pool_tokens // BLOCK_SIZE * BLOCK_SIZE)
     name, seqs, batched = profile.name, int(profile.max_num_seqs), int(profile.max_num_batched_tokens)
-    device = DeviceShape(
-        name if tp == 1 else f"{tp}x {name}", shape.name, shape.kv_bytes_per_token(tp), kv_pool_tokens,
+    return latency, DeviceShape(
+        name if tp == 1 else f"{tp}x {name}", shape.name, shape.kv_bytes_per_token(tp), pool_tokens,
         context, seqs, batched, BLOCK_SIZE,
     )  # fmt: skip
-    return latency, _in_blocks(device, cpu_ratio)
 
 
 def _measured(
-    path: Path, model: str | None, tp: int, cpu_ratio: float, pool_tokens: int | None, max_len: int | None
+    path: str, model: str | None, tp: int, pool_tokens: int | None, max_len: int | None
 ) -> tuple[LatencyModel, DeviceShape]:
     """As ``load_latency_model``, for an engine profile."""
     try:
-        profile = EngineProfile.from_toml(path.read_text(encoding="utf-8"))
+        profile = EngineProfile.from_toml(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise profiles.LatencyProfileError(f"{path}: {error}") from error
     if profile.steps is None:
@@ -98,21 +126,13 @@ def _measured(
     kv_bytes = limits.kv_bytes_per_token
     if kv_bytes is None and model is not None:
         kv_bytes = profiles.load_model_shape(model).kv_bytes_per_token()
+    pool, context, seqs, batched = found.values()
     latency = FittedLatency(
         profile.steps, profile.device_to_host_bytes_per_s, profile.host_to_device_bytes_per_s
     )
-    if cpu_ratio > 0:
-        if kv_bytes is None:
-            raise profiles.LatencyProfileError(
-                f"{path}: limits.kv_bytes_per_token is missing, and host memory needs it: name the model"
-            )
-        for to_host in (True, False):  # raises an error without the bandwidth
-            latency.copy_s(1, to_host=to_host)
-    pool, context, seqs, batched = found.values()
-    measured = DeviceShape(
+    return latency, DeviceShape(
         profile.hardware, profile.model, kv_bytes or 0, pool, context, seqs, batched, profile.block_size
     )
-    return latency, measured
 
 
 def is_engine_profile(hardware: str) -> bool:
@@ -162,28 +182,4 @@ def _pool_tokens(
     raise profiles.LatencyProfileError(
         f"{model.name} with a context of {context:,} tokens does not fit on {tp} × {hardware.name}: "
         f"{missing / 2**30:.1f} GiB a device are missing; {advice}"
-    )
-
-
-def _in_blocks(device: DeviceShape, cpu_ratio: float) -> DeviceShape:
-    """Return ``device`` with its KV pool rounded down to whole blocks, and with host memory of ``cpu_ratio``
-    × the pool. Raises ``LatencyProfileError`` if the pool cannot hold one request of the longest context."""
-    if not 0 <= cpu_ratio < float("inf"):
-        raise profiles.LatencyProfileError(f"cpu_ratio is {cpu_ratio}; expected a number ≥ 0")
-    block = device.block_size
-    pool = device.kv_pool_tokens // block * block
-    if pool < 2 * block:
-        raise profiles.LatencyProfileError(
-            f"the KV pool holds {pool:,} tokens; expected at least {2 * block}, which one request needs"
-        )
-    if pool < device.max_context_tokens:
-        raise profiles.LatencyProfileError(
-            f"kv_pool_tokens is {pool:,}, max_model_len {device.max_context_tokens:,}: one request would not "
-            f"fit; use a max_model_len of at most {pool}"
-        )
-    return device._replace(
-        kv_pool_tokens=pool,
-        # vLLM's null block is part of the pool, and the longest request has to fit the rest.
-        max_context_tokens=min(device.max_context_tokens, pool - block),
-        host_kv_tokens=int(pool * cpu_ratio) // block * block,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -29,10 +29,6 @@ class TurnPhase(NamedTuple):
     - ``tools``: from the last token to the next request, or to the end of the program or run."""
     start_s: float
     end_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.end_s - self.start_s
 
 
 def turn_phases(program: ProgramLog, run_end_s: float) -> Iterator[tuple[TurnLog, list[TurnPhase]]]:
@@ -67,12 +63,16 @@ def _phases(turn: TurnLog, end_s: float) -> list[TurnPhase]:
 
 def totals(program: ProgramLog, run_end_s: float) -> dict[str, float]:
     """Seconds of the program by kind of phase. The time before the first turn counts as ``tools``."""
-    sums = dict.fromkeys(PHASE_KINDS, 0.0)
-    for _, phases in turn_phases(program, run_end_s):
-        for phase in phases:
-            sums[phase.kind] += phase.seconds
+    sums = _seconds_by_kind(one for _, phases in turn_phases(program, run_end_s) for one in phases)
     if program.turns:
         sums["tools"] += program.turns[0].submitted_s - program.arrived_s
+    return sums
+
+
+def _seconds_by_kind(phases: Iterable[TurnPhase]) -> dict[str, float]:
+    sums = dict.fromkeys(PHASE_KINDS, 0.0)
+    for phase in phases:
+        sums[phase.kind] += phase.end_s - phase.start_s
     return sums
 
 
@@ -82,9 +82,7 @@ def ledger(program: ProgramLog, run_end_s: float) -> dict[str, Any]:
     records: list[dict[str, Any]] = []
     before: TurnLog | None = None
     for turn, phases in turn_phases(program, run_end_s):
-        seconds = dict.fromkeys(PHASE_KINDS, 0.0)
-        for phase in phases:
-            seconds[phase.kind] += phase.seconds
+        seconds = _seconds_by_kind(phases)
         queued_s = seconds["held back"] + seconds["queued"] + seconds["preempted"]
         tokens = {"prompt": turn.prompt_tokens, "device": turn.device_tokens, "host": turn.host_tokens}
         records.append(
