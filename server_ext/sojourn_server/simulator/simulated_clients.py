@@ -331,7 +331,7 @@ class SimulatedClients:
             if not parent.awaited:
                 self._submit(parent)
         root = active.root or active
-        root.family -= 1
+        root.family -= 1 + len(active.children)  # those of a refused program never start
         if root.family == 0 and (plan := next(self._loop.following, None)) is not None:
             self.event_queue.schedule_at(now, self._begin, plan, None)
         # All simulated clients report the end of a program, with hints or without.

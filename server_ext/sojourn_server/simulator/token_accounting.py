@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
@@ -136,13 +137,8 @@ class TokenAccounting:
     def _leading_computed_blocks(self, request: Request, computed: set[bytes]) -> int:
         """Number of leading full blocks of a request whose hashes are in ``computed``. The block with the
         request's last token does not count, since vLLM always computes that token."""
-        usable = (request.num_tokens - 1) // self._block_size
-        known = 0
-        for block_hash in request.block_hashes[:usable]:
-            if block_hash not in computed:
-                break
-            known += 1
-        return known
+        usable = request.block_hashes[: (request.num_tokens - 1) // self._block_size]
+        return sum(1 for _ in takewhile(computed.__contains__, usable))
 
     def loading(self, request_id: str, blocks: int) -> None:
         """Account for a load of ``blocks`` blocks from host memory for a waiting request."""
