@@ -41,6 +41,13 @@ def arm(name: str, *programs: DemoProgramRecord, ttft_s: float = 1.0) -> ArmReco
     )
 
 
+def printed(result: dict[str, Any]) -> str:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(table(result))
+    return " ".join(console.export_text().split())
+
+
 def test_again_is_what_was_there_before() -> None:
     # The second turn adds 40 new tokens to 110 old ones. With 96 cached, the rest of a block that was not
     # full is computed again; more than expected is no debt.
@@ -77,13 +84,10 @@ def test_ratios_are_stock_over_sojourn_with_fixed_keys() -> None:
     assert list(found["arms"]) == ["stock", "sojourn"]
     assert found["pool_blocks"] == 4
     json.dumps(found, allow_nan=False)
-
-
-def printed(result: dict[str, Any]) -> str:
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        console.print(table(result))
-    return " ".join(console.export_text().split())
+    text = printed(found)
+    assert "│ completion, mean │ 30.0 s │ 10.0 s │ 3.00 │" in text
+    assert "│ repositories fixed │ 1/1 │ 1/1 │" in text
+    assert "KV for 100 tokens" in text
 
 
 def test_an_arm_with_failed_programs_has_no_ratios() -> None:
@@ -104,12 +108,3 @@ def test_an_arm_with_failed_programs_has_no_ratios() -> None:
     assert "failed" not in whole
     both = printed(document([ours, arm("stock", program(turn(9, 0), error="broke"))], FACTS))
     assert "1 of 2 programs of sojourn and 1 of 1 programs of stock failed, and ended early" in both
-
-
-def test_the_table_shows_both_arms() -> None:
-    stock = arm("stock", program(turn(100, 0), turn(150, 0), ended_s=30.0))
-    ours = arm("sojourn", program(turn(100, 0), turn(150, 96), ended_s=10.0))
-    text = printed(document([stock, ours], FACTS))
-    assert "3.00" in text
-    assert "1/1" in text
-    assert "KV for 100 tokens" in text

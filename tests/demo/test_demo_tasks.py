@@ -83,25 +83,12 @@ def test_the_scripts_fix_the_repositories(
         assert context_tokens <= 1.1 * task.context_tokens
 
 
-def test_eight_different_tasks_of_eight_to_twelve_turns() -> None:
-    assert len({task.name for task in TASKS}) == 8
-    assert all(8 <= len(task.turns) <= 12 for task in TASKS)
-
-
 def test_an_agent_that_empties_the_tests_has_fixed_nothing(tmp_path: Path) -> None:
     task = next(task for task in TASKS if task.name == "ledger")
     repository = task.copy_to(tmp_path)
     assert not task.is_fixed(repository)
     (repository / "tests" / "test_ledger.py").write_text("")
     assert not task.is_fixed(repository)
-
-
-def test_forced_ids_are_the_message_and_its_end(tokenizer: CountingTokenizer) -> None:
-    end = tokenizer.encode("}}\n</tool_call><|im_end|>")
-    for task in TASKS:
-        for turn in task.turns:
-            ids, thought = tokenizer.forced_ids(turn), tokenizer.encode(turn.thought)
-            assert (ids[: len(thought)], ids[-len(end) :]) == (thought, end)
 
 
 def test_a_turns_prompt_begins_with_the_last_turns_prompt_and_answer(tokenizer: CountingTokenizer) -> None:

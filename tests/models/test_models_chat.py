@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 
 import pytest
 from sojourn_server.models import assistant_text
@@ -53,14 +52,10 @@ def tokenizer():
     return load_tokenizer(find_gguf())
 
 
-def prompt_ids(tokenizer, messages, tools=TOOLS) -> list[int]:
+def prompt_ids(tokenizer, messages) -> list[int]:
     return tokenizer.apply_chat_template(
-        as_vllm_renders(messages), tools=tools, add_generation_prompt=True, return_dict=False
+        as_vllm_renders(messages), tools=TOOLS, add_generation_prompt=True, return_dict=False
     )
-
-
-def prompt_text(tokenizer, messages, tools=TOOLS, **more) -> str:
-    return tokenizer.apply_chat_template(as_vllm_renders(messages), tools=tools, tokenize=False, **more)
 
 
 ANSWERS = [
@@ -82,28 +77,6 @@ def test_the_next_prompt_starts_with_this_prompt_and_its_output(tokenizer, conte
     after = prompt_ids(tokenizer, [*messages, answer, *following])
     expected = [*before, *forced, tokenizer.eos_token_id]
     assert after[: len(expected)] == expected
-
-
-@pytest.mark.slow
-def test_every_message_leaves_the_text_before_it_alone(tokenizer):
-    messages = [
-        {"role": "system", "content": "S"},
-        {"role": "user", "content": "U"},
-        {"role": "assistant", "content": "", "tool_calls": [call("a"), call("b")]},
-        {"role": "tool", "content": "one"},
-        {"role": "tool", "content": "two"},
-        {"role": "user", "content": "more"},
-    ]
-    texts = [prompt_text(tokenizer, messages[:end]) for end in range(1, len(messages) + 1)]
-    for shorter, longer in pairwise(texts):
-        assert longer.startswith(shorter)
-        assert len(longer) > len(shorter)
-
-
-@pytest.mark.slow
-def test_a_tool_result_is_wrapped(tokenizer):
-    text = prompt_text(tokenizer, [{"role": "tool", "content": "a\nb"}], tools=None)
-    assert text == "<|im_start|>user\n<tool_response>\na\nb\n</tool_response><|im_end|>\n"
 
 
 def test_the_canonical_text():
