@@ -224,8 +224,7 @@ def blocks_per_full(engine_block_tokens: int, block_tokens: int) -> int:
 
 def check_root(root: Path, known: Mapping[str, Any], weights: str | None = None) -> None:
     """Raise ``IncompatibleStore`` if ``root`` has stores, but none with the fields ``known`` of an engine's
-    ``KvIdentity``, and with a model that begins with ``weights`` and a space. Raises ``OSError``, also if it
-    has no store and this user cannot make one there."""
+    ``KvIdentity`` and a model that begins with ``weights`` and a space; ``OSError`` if none can be made."""
     found: dict[Path, list[tuple[str, Any, Any]]] = {}
     with contextlib.suppress(FileNotFoundError):
         for name in sorted(os.listdir(root)):
