@@ -276,10 +276,10 @@ def _run_simulations(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -
         spec = planned[number]
         parts[number] = min(1.0, now / spec.until_s if spec.until_s is not None else finished / spec.programs)
         done = max(1e-3, sum(parts) / runs)
-        left = (1.0 / done - 1.0) / 60
-        lines.show(
-            lambda passed_s: f"{100 * done:.0f}% of {runs} runs, about {passed_s * left:,.0f} min left"
-        )
+        share, left = f"{100 * done:.0f}% of {runs} runs", (1.0 / done - 1.0) / 60
+        # Until then the time is that of starting processes, and an estimate from it would be hours.
+        is_known = done >= 0.02
+        lines.show(lambda passed_s: f"{share}, about {passed_s * left:,.0f} min left" if is_known else share)
 
     def end(number: int) -> None:
         parts[number] = 1.0
