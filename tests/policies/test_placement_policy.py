@@ -82,20 +82,6 @@ def lazily(policy: RelativeIdlenessPlacement, seen: PlacementView, now: float = 
 # -- demotion (M3, §4.3.1) -------------------------------------------------------------------
 
 
-def test_acting_programs_leave_before_reasoning_ones_the_most_idle_first() -> None:
-    """Five of 30 blocks on a device of 100: two must go. Acting ones, though a reasoning one is more idle."""
-    seen = view(
-        program("reasoning, very idle", DEVICE, REASONING, 0.99, 30),
-        program("reasoning, busy", DEVICE, REASONING, 0.05, 30),
-        program("acting, idle", DEVICE, ACTING, 0.8, 30),
-        program("acting, idler", DEVICE, ACTING, 0.9, 30),
-        program("acting, busy", DEVICE, ACTING, 0.1, 30),
-    )
-    assert moved(PAPER, seen) == {"acting, idler": HOST, "acting, idle": HOST}
-    assert [move.reason for move in PAPER.moves(seen, NOW)] == [MoveReason.OVER_CAPACITY] * 2
-    assert lazily(PAPER, seen) == []
-
-
 def test_a_reasoning_victim_finishes_its_turn() -> None:
     """§4.3.1: "If only Reasoning programs remain, … the victim finishes its current inference step"."""
     a, b = program("a", DEVICE, REASONING, 0.7, 60), program("b", DEVICE, REASONING, 0.2, 60)
