@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_run
+from itertools import pairwise
 from math import exp, log, nan
 from statistics import fmean, geometric_mean
 from typing import Any, NamedTuple
@@ -148,6 +149,20 @@ def branches(rng: random.Random) -> Iterator[TraceProgram]:
     yield TraceProgram(program_id="", turns=tuple(turns), agent_type="planner")
 
 
+def pipelines(rng: random.Random) -> Iterator[TraceProgram]:
+    """Applications of twenty kinds, each a chain of 3 to 40 steps whose last one, a review, may send back to
+    the step before it."""
+    kind = rng.randrange(20)
+    chain = [f"step {number}" for number in range(random.Random(f"pipeline {kind}").randint(3, 40))]
+    edges = [("__start__", chain[0], 1.0), *((one, after, 1.0) for one, after in pairwise(chain))]
+    edges += [(chain[-1], chain[-2], 0.3), (chain[-1], "__end__", 0.7)]
+    nodes = list(chain)
+    while rng.random() < 0.3:
+        nodes += chain[-2:]
+    made = agent(rng, len(nodes), f"pipeline {kind}", short_tools(rng, len(nodes)))
+    yield with_hints(made, [{"node": node, "graph": {"nodes": chain, "edges": edges}} for node in nodes])
+
+
 FAN_OUT = {
     "nodes": ["plan", "join"],
     "edges": [
@@ -227,8 +242,11 @@ LOADS = {
         make=branches, hints=("aeg", "expected_steps_left"), rate_per_s=0.2, pool_tokens=100_000
     ),
     "fan-out": Load(
-        make=fan_out, hints=("aeg", "expected_resume", "blocks_parent", "kv_retention_ttl_seconds"),
-        rate_per_s=0.15, pool_tokens=150_000,
+        make=fan_out, hints=("aeg", "expected_resume", "kv_retention_ttl_seconds"), rate_per_s=0.15,
+        pool_tokens=150_000,
+    ),
+    "pipelines": Load(
+        make=pipelines, hints=("aeg", "expected_steps_left"), rate_per_s=0.25, pool_tokens=120_000
     ),
     "urgent": Load(
         make=urgent_ones, hints=("priority", "deadline_seconds"), rate_per_s=0.14, pool_tokens=100_000,

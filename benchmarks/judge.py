@@ -38,6 +38,7 @@ from kept_runs import chosen, kept_file, run_kept
 from oracle_policies import oracle_row
 from result_pages import made_by, write_result
 from rich.console import Console
+from sojourn_server.core.scheduler_state import SchedulerLimits
 from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_metrics import trace_name
 from sojourn_server.simulator.report.run_row import RunRow
@@ -142,7 +143,7 @@ def specs_of(point: Point, policies: Sequence[str], rate_per_s: float | None, se
             policy=name, workload=point.workload, hardware=point.hardware, model=point.model,
             async_scheduling=ASYNC, programs=point.load.programs, rate_per_s=rate_per_s,
             burst=point.load.burst, cpu_ratio=point.host, until_s=CLOSED_S if rate_per_s is None else None,
-            seed=seed,
+            hold_timeout_s=SchedulerLimits().hold_timeout_s, seed=seed,
         )  # fmt: skip
         uses = name == ORACLE or find_policy(name).uses_cpu_ratio
         specs.append(spec if uses else replace(spec, cpu_ratio=1.0))

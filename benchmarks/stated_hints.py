@@ -28,7 +28,6 @@ def true_hints(plan: ProgramPlan, turn: int) -> dict[str, Any]:
         "expected_resume": left > 0,
         "expected_output_length": plan.plans[turn].output_tokens,
         "kv_retention_ttl_seconds": plan.gap_s(turn) if left else 0.0,
-        "blocks_parent": plan.blocks_parent,
         **plan.stated_hints(turn),
     }
 
@@ -40,7 +39,6 @@ HOSTILE: dict[str, Any] = {
     "deadline_seconds": 1.0,
     "priority": 100,
     "expected_output_length": 1,
-    "blocks_parent": True,
     "expected_s": 1.0,
 }
 """Hint → the value that would help a program most, were it believed. A hostile graph says that every node

@@ -54,13 +54,13 @@ BUDGETS = {
     "sojourn": 7_954,
     "sojourn_integrations": 4_997,
     "traces": 1_900,
-    "programs": 1_747,
+    "programs": 1_749,
     "policies": 5_297,
     "metrics": 1_580,
     "predictors": 522,
     "kv_offload": 2_727,
     "kv_transfer": 2_979,
-    "core": 4_200,
+    "core": 4_179,
     "recording": 350,
     "routing": 2_803,
     "api": 1_735,
@@ -75,7 +75,7 @@ BUDGETS = {
     "cli": 4_547,
     "sojourn_server": 4,
     "tests": 65_441,
-    "benchmarks": 10_506,
+    "benchmarks": 10_523,
 }
 """Maximum lines of each package. A change that exceeds one merges or drops something, or lowers another by as
 much and says why. The commit that reaches a lower number lowers the budget."""

@@ -316,11 +316,11 @@ def test_a_hinted_ttl_is_bounded_and_counted_once(asked_s: float, given_s: float
     [
         ("fixed-ttl", {"kv_retention_ttl_seconds": 9.0}, "unsupported"),
         ("sojourn", {"kv_retention_ttl_seconds": 9.0, "priority": 3, "deadline_seconds": 5.0}, "applied"),
-        ("sojourn", {"parent_program_id": "q", "blocks_parent": True, "expected_resume": True}, "applied"),
+        ("sojourn", {"parent_program_id": "q", "expected_resume": True}, "applied"),
         ("saga", {"kv_retention_ttl_seconds": 9.0}, "applied"),
         ("continuum", {"priority": 0}, "unsupported"),
         ("continuum", {"step_id": "12"}, "unsupported"),
-        ("continuum", {"blocks_parent": True}, "unsupported"),
+        ("sojourn", {"parent_program_id": "q", "blocks_parent": True}, "unsupported"),
         ("continuum", {"expected_resume": True}, "unsupported"),
         ("continuum", {"expected_resume": False}, "applied"),
         ("saga", {"expected_resume": True}, "applied"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -21,7 +20,7 @@ from sojourn_server.core.events_and_actions import (
     TurnFinishReason,
 )
 from sojourn_server.core.scheduler_state import SchedulerLimits
-from sojourn_server.core.tier_manager import RETRY_S, RETURN_S
+from sojourn_server.core.tier_manager import RETRY_S
 from sojourn_server.policies.costs.reload_estimate import LinkCosts
 from sojourn_server.policies.placement.placement_policy import (
     MAX_EXCHANGES,
@@ -419,8 +418,8 @@ def test_long_parked_requests_are_released_one_after_the_other() -> None:
     """Released at once they would fill the device several times over."""
     policy = ResidencyPricePlacement(patience_s=math.inf)
     engine = Engine(policy, limits=SchedulerLimits(hold_timeout_s=60.0))
-    engine.run("a", 15)
-    waits = [engine.come(name, 10) for name in "bcde"]
+    engine.run("a", 19)
+    waits = [engine.come(name, blocks) for name, blocks in (("b", 2), ("c", 2), ("d", 10), ("e", 10))]
     engine.spend(65.0)
     assert [engine.parked(request) for request in waits] == [False, True, True, True]
     engine.admit(waits[0])
@@ -428,7 +427,15 @@ def test_long_parked_requests_are_released_one_after_the_other() -> None:
     assert [engine.parked(request) for request in waits[1:]] == [False, True, True]
     engine.finish(waits[1], outcome=TurnFinishReason.ABORTED)
     engine.spend(1.0)
+    assert engine.parked(waits[2]), "with the running one it would have more than a quarter of the device"
+    engine.finish(waits[0])
+    engine.spend(1.0)
     assert [engine.parked(request) for request in waits[2:]] == [False, True]
+    engine.admit(waits[2])
+    engine.spend(170.0)
+    assert engine.parked(waits[3])
+    engine.spend(10.0)
+    assert not engine.parked(waits[3]), "four times the limit"
     assert engine.program_scheduler.tiers._last_overdue_promotion_s == -math.inf, "no turn of the policy's"
 
 
@@ -459,6 +466,7 @@ def test_a_client_that_gives_up_and_tries_again_keeps_its_place() -> None:
     engine.admit(again)
     engine.spend(60.0)
     assert engine.parked(other), "it waits from its own arrival"
+    engine.finish(again)
     engine.spend(1.0)
     assert not engine.parked(other)
 
@@ -575,28 +583,6 @@ def costs_watched(**questions: Any) -> tuple[Watched, Engine]:
     policy = Watched()
     policy.reads_costs = True
     return policy, Engine(policy, workflow_prediction=ThreeTierPrediction(), **questions)
-
-
-def test_a_program_that_waits_for_sub_agents_returns_after_the_last_of_them() -> None:
-    policy, engine = costs_watched()
-    for number in range(8):  # programs whose statements are right
-        engine.now += 1.0
-        engine.finish(hinted(engine, f"ended {number}", 2, sojourn={"expected_steps_left": 0}))
-        engine.end(f"ended {number}")
-    engine.finish(hinted(engine, "parent", 2))
-    assert shown(policy, engine, "parent").gap_durations_s == ()
-    waits = {"parent_program_id": "parent", "blocks_parent": True, "sojourn": {"expected_steps_left": 9}}
-    for child in ("a", "bb"):
-        engine.finish(hinted(engine, child, 2, **waits))
-    many_turns_s = statistics.median(shown(policy, engine, "parent").gap_durations_s)
-    engine.end("a")
-    assert shown(policy, engine, "parent").gap_durations_s != (RETURN_S,)
-    waits["sojourn"] = {"expected_steps_left": 0}
-    engine.now += 1.0
-    engine.finish(hinted(engine, "bb", 2, **waits))
-    assert statistics.median(shown(policy, engine, "parent").gap_durations_s) < many_turns_s
-    engine.end("bb")
-    assert shown(policy, engine, "parent").gap_durations_s == (RETURN_S,)
 
 
 def test_a_policy_sees_what_clients_state() -> None:

@@ -23,7 +23,7 @@ from sojourn_server.core.events_and_actions import (
 from sojourn_server.core.request_hints import read_identity
 from sojourn_server.core.request_table import RequestState
 from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerLimits, SchedulerState
-from sojourn_server.core.tier_manager import RELEASE_GAP_S
+from sojourn_server.core.tier_manager import MAX_HOLDS, RELEASE_GAP_S
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from sojourn_server.policies.placement.placement_views import (
     PlacementView,
@@ -62,6 +62,8 @@ class Request:
     """When it came, and how long the engine stood still since."""
     released: bool = False
     """It has waited for too long to be parked again."""
+    outlived: bool = False
+    """Its program has ended, and another one has its id."""
 
     @property
     def blocks(self) -> int:
@@ -251,6 +253,12 @@ class PlacedLife:
     def _arrive(self, program: str | None, tokens: int) -> None:
         self.numbers += 1
         request = Request(f"r{self.numbers}", program, self.numbers, tokens, self.now, since_s=self.now)
+        before = (
+            self.program_scheduler.state.programs.get(ProgramId(program)) if program is not None else None
+        )
+        if before is not None and before.status in OVER_STATUSES:
+            for each in (each for each in self.requests.values() if each.program == program):
+                each.program, each.outlived = None, True
         self.program_scheduler.arrived(
             RequestArrived(
                 request_id=request.name, identity=read_identity(program, None), prompt_tokens=tokens
@@ -290,7 +298,7 @@ class PlacedLife:
 
     def _who_is_released(self) -> bool:
         """Whether somebody was released in this step. Of those who have waited for too long, one is released
-        at a time, and the next soon after."""
+        at a time, and the next soon after, if those released leave room for it."""
         tiers, before = self.program_scheduler.tiers, self.last_released
         self.last_released = tiers._released
         for request in self.requests.values():
@@ -305,6 +313,8 @@ class PlacedLife:
         self._carry_out()
         if self.now - tiers._released_s >= RELEASE_GAP_S:
             limit_s = self.program_scheduler.limits.hold_timeout_s
+            if any(each.ran and each.released for each in self.requests.values()):
+                limit_s *= MAX_HOLDS  # they may have their share of the device
             assert not any(
                 each.parked and self.now - each.since_s > limit_s for each in self.requests.values()
             )
@@ -347,13 +357,13 @@ class PlacedLife:
     def _finish(self, request: Request, outcome: TurnFinishReason) -> None:
         del self.requests[request.name]
         self.others.pop(request.name, None)
-        if request.program is None:
+        if request.program is None and not request.outlived:
             self.program_scheduler.untracked_request_left(request.name)
             return
         output = self.draw.randint(1, 25)
         cached = (request.tokens + output) // BLOCK
-        place = self.places.get(request.program)
-        if place is not None:
+        place = self.places.get(request.program) if request.program is not None else None
+        if place is not None and request.program is not None:
             place.waiting = [each for each in place.waiting if each is not request]
             place.running = [each for each in place.running if each is not request]
             alone = not any(each.program == request.program for each in self.requests.values())

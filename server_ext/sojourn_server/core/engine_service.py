@@ -97,7 +97,7 @@ class EngineView:
         return None
 
     def persist(self, hashes: Sequence[Any]) -> dict[str, Any]:
-        """Write blocks to disk. Returns ``stored_blocks``, ``pending_blocks``, ``reason`` if not all can be."""
+        """Write blocks to disk. Returns ``stored_blocks``, ``pending_blocks``; if some stay, ``reason``."""
         return {"reason": "there is no disk"}
 
 

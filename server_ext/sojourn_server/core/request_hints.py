@@ -43,10 +43,10 @@ HINTED_TTL = "kv_retention_ttl_seconds"
 
 def unused_fields(preset: Preset) -> list[str]:
     """Return the names of the fields of hints and events that an engine with this preset does not use. A
-    field of an event is named ``event.field``; ``step_id`` and ``program_start.call_id`` are never used."""
-    hints, events = ["step_id"], ["program_start.call_id"]
+    field of an event is named ``event.field``. The first three are for other servers."""
+    hints, events = ["blocks_parent", "step_id"], ["program_start.call_id"]
     if not preset.placement.reads_costs:
-        hints += ["blocks_parent", "deadline_seconds", "priority"]
+        hints += ["deadline_seconds", "priority"]
         events += ["tool_start.expected_s", "tool_start.expected_p95_s"]
         if not getattr(preset.retention, "reads_hinted_ttl", False):
             hints.append(HINTED_TTL)

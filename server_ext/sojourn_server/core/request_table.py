@@ -127,7 +127,6 @@ class RequestState:
         assert program is not None
         if context.parent_program_id:
             program.parent_id = ProgramId(context.parent_program_id)
-            program.blocks_parent = context.blocks_parent is True
         program.importance = context.priority or 0
         if context.deadline_seconds is not None:
             program.due_s = self.arrived_s + context.deadline_seconds

@@ -52,6 +52,11 @@ from .workflow_predictor import WorkflowPredictor
 RELEASE_GAP_S = 10.0
 """Seconds after a release when the next request may be released, even if the engine has not admitted the
 first."""
+RELEASED_SHARE = 0.25
+"""Share of the device's blocks that released requests may have together. Most of them compute their whole
+context again, for one turn. Where many programs wait, they would take the device from all others."""
+MAX_HOLDS = 4.0
+"""A request that has waited for so many times ``hold_timeout_s`` is released whatever released ones have."""
 RETRY_S = 60.0
 """A program's next request counts as the retry of an aborted waiting request if it arrives within this many
 seconds of the abort. A retry continues the wait of the aborted request, so a client that gives up and tries
@@ -64,8 +69,6 @@ RETURN_S = 0.5
 MIN_PROGRAMS_SEEN = 8
 """Minimum number of ended programs, of one agent type or of all types, from which a program's service (the
 seconds that its requests run) is predicted."""
-MIN_RUN_SHARE = 0.05
-"""Minimum share of a sub-agent's time in which it runs, so that its end is finite."""
 TURN_WEIGHT = 1 / 32
 """Weight of the newest turn in the mean service of a turn."""
 TURNS_ASSUMED = 2
@@ -96,8 +99,6 @@ class PlacedProgram:
     """Seconds of service at the end of the program's last turn."""
     tools_ended_s: float | None = None
     """Time at which the client reported the end of the gap's last tool call; ``None``: not reported."""
-    children: dict[ProgramId, PlacedProgram] = field(default_factory=dict)
-    """The programs for which this one waits, as their clients say."""
     leaves_after: int | None = None
     """Arrival number of the newest request at the time when the program was marked to leave the device. The
     program's requests with higher numbers are parked. ``None``: not marked."""
@@ -169,10 +170,6 @@ class TierManager:
             since_s, returning = request_state.waits_since_s, program.turns > 0
             place = PlacedProgram(program, since_s, now, returning, attained_s=program.attained_s)
             self._places[program.id] = place
-            parent = self._parent(program)
-            if parent is not None and program.blocks_parent:
-                parent.children[program.id] = place
-                parent.tools_ended_s, parent.view = None, None
         if place.returning and place.activity is ProgramActivity.ACTING and self.policy.reads_costs:
             self._reload.observe_gap(now - place.last_active_s, self._rebuild_s(place))
         place.waiting.pop(request_state.request_id, None)  # so that the newest request stands last
@@ -248,11 +245,6 @@ class TierManager:
         parked, and its KV in lower tiers is not needed any more."""
         place = self._places.pop(program_id, None)
         if place is not None:
-            parent = self._parent(place.program)
-            if parent is not None and parent.children.pop(program_id, None) is not None:
-                parent.view = None
-                if not parent.children:
-                    parent.tools_ended_s = now
             self._event = True
             self._state.actions.append(
                 EngineAction(EngineActionKind.PLACE, program_id, DecisionReason.END, Tier.WAITING)
@@ -446,7 +438,7 @@ class TierManager:
         program. ``None``: no request is released now.
 
         The next request is released after the released request was admitted or has ended, or after
-        ``RELEASE_GAP_S``."""
+        ``RELEASE_GAP_S``, while released requests take at most ``RELEASED_SHARE`` of the device."""
         released = self._released
         if released is not None and now - self._released_s < RELEASE_GAP_S:
             place = self._place_of(released)
@@ -461,6 +453,11 @@ class TierManager:
         if not overdue:
             return None
         first = min(overdue, key=lambda each: (each.waits_since_s, each.arrival))
+        runs = [each for place in self._places.values() for each in place.running.values() if each.released]
+        blocks = sum(self._pool.blocks_of(each.prompt_tokens) for each in (*runs, first))
+        may_wait_no_more = now - first.waits_since_s >= MAX_HOLDS * self.limits.hold_timeout_s
+        if runs and blocks > RELEASED_SHARE * self._pool.blocks and not may_wait_no_more:
+            return None
         first.released, self._released, self._released_s = True, first, now
         return first.program_id
 
@@ -469,15 +466,9 @@ class TierManager:
     def _place_of(self, request_state: RequestState) -> PlacedProgram | None:
         return self._places.get(request_state.program.id) if request_state.program is not None else None
 
-    def _parent(self, program: ProgramState) -> PlacedProgram | None:
-        return self._places.get(program.parent_id) if program.parent_id not in (None, program.id) else None
-
     def _changed(self, place: PlacedProgram) -> None:
         """Record an event of a program after which the policy must be asked."""
         place.view, self._event = None, True
-        parent = self._parent(place.program)
-        if parent is not None and place.program.id in parent.children:
-            parent.view = None
 
     # -- views of programs --------------------------------------------------------------
 
@@ -532,7 +523,6 @@ class TierManager:
         program, returns = place.program, place.program.continuation_probability
         started_s = (tool.started_s for tool in program.tools.values())
         began_s = max(place.last_active_s, min(started_s, default=place.last_active_s))
-        began_s = max([began_s, *(child.last_active_s for child in place.children.values())])
         return {
             "gap_durations_s": self._gap_durations_s(place),
             "gap_since_s": place.tools_ended_s if place.tools_ended_s is not None else began_s,
@@ -580,23 +570,12 @@ class TierManager:
         """Return equally likely lengths in seconds of a program's gap from ``gap_since_s`` on; empty if the
         program is not acting.
 
-        If the program waits for others, it is the time until the last of these ends. Of each, the mean
-        service that it has left counts, with its share of time in tools.
-
         After the end of the last tool call, the length is ``RETURN_S``. Until then, the client's estimate is
         used, or else the time for which it asks to keep the KV. Both are corrected by earlier ones. Without
         them, earlier durations of the running tool are used, or of all tools if there are fewer than
         ``MIN_CALLS_SEEN``."""
         if place.activity is not ProgramActivity.ACTING:
             return ()
-        if place.children:
-            longest_s = RETURN_S
-            for child in place.children.values():
-                work = self._work(child.program)
-                so_far_s = work["attained_s"]
-                runs = max(MIN_RUN_SHARE, 1.0 - child.clock.reading().at(child.last_active_s))
-                longest_s = max(longest_s, fmean(_left(work["service_s"], so_far_s) or [so_far_s]) / runs)
-            return estimated_durations(longest_s, None, GAP_SAMPLES)
         if place.tools_ended_s is not None:
             return (RETURN_S,)
         tools, tool = self._histories.tools, place.program.tool_now()

@@ -9,8 +9,9 @@ engine's step.
 from __future__ import annotations
 
 from functools import lru_cache
+from math import fsum, isclose, sqrt
 
-from sojourn.aeg import Aeg
+from sojourn.aeg import START, Aeg
 from sojourn.errors import ArgumentError, InputError
 from sojourn.wire_events import AegGraph
 
@@ -68,18 +69,21 @@ def steps_after(graph: Aeg) -> dict[str, float]:
     """Return the mean number of steps that follow each node where it is sure: where its standard deviation is
     below ``SURE_SPREAD`` of the mean, which counts the node too. Empty for a graph that may lack edges.
 
-    The graph is a Markov chain. With the matrix Q of its probabilities the mean numbers s solve
-    (1 - Q) s = Q 1, and the means q of their squares solve (1 - Q) q = Q 1 + 2 Q s."""
-    import numpy as np  # of the engine: a machine with a gateway alone may lack it
-
-    rows = {node: row for row, node in enumerate(graph.nodes if graph.complete else ())}
-    chances = np.zeros((len(rows), len(rows)))
-    for node, row in rows.items():
-        for target, chance in graph.following(node).items():
-            if target in rows:
-                chances[row, rows[target]] = 0.999 * chance  # so that a loop without an exit ends
-    stays, goes_on = np.eye(len(rows)) - chances, chances.sum(axis=1)
-    steps = np.linalg.solve(stays, goes_on)
-    squares = np.linalg.solve(stays, goes_on + 2.0 * chances @ steps)
-    sure = squares - steps**2 < (SURE_SPREAD * (1.0 + steps)) ** 2
-    return {node: float(steps[row]) for node, row in rows.items() if sure[row]}
+    The graph is a Markov chain. Means and means of squares follow from those of a node's successors, the last
+    nodes first. Loops take several rounds; what still changes after 32 is not sure either."""
+    order, edges = [START], dict[str, list[tuple[float, str]]]()
+    for node in order:
+        edges[node] = [(p, after) for after, p in graph.following(node).items() if after in graph.nodes]
+        order += [after for _, after in edges[node] if after not in edges]
+    order = [*dict.fromkeys(reversed(order))]
+    steps, squares, changes = dict.fromkeys(order, 0.0), dict.fromkeys(order, 0.0), {*order}
+    for _ in range(32 if graph.complete else 0):
+        for node in order:
+            steps[node] = fsum(p * (1.0 + steps[after]) for p, after in edges[node])
+            square = fsum(p * (1.0 + 2.0 * steps[after] + squares[after]) for p, after in edges[node])
+            (changes.discard if isclose(square, squares[node], rel_tol=0.001) else changes.add)(node)
+            squares[node] = square
+        if not changes:
+            break
+    spread = {node: sqrt(max(0.0, squares[node] - steps[node] ** 2)) for node in edges.keys() - changes}
+    return {node: steps[node] for node in spread if spread[node] < SURE_SPREAD * (1.0 + steps[node])}

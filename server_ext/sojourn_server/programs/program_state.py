@@ -153,8 +153,6 @@ class ProgramState:
     arrived_s: float
     status: ProgramStatus = ProgramStatus.ACTING
     parent_id: ProgramId | None = None
-    blocks_parent: bool = False
-    """Whether the parent waits for this program, as the client says."""
     importance: int = 0
     """Priority in the hint of the last request; a larger number is more important."""
     due_s: float = math.inf
