@@ -60,7 +60,7 @@ BUDGETS = {
     "predictors": 522,
     "kv_offload": 2_727,
     "kv_transfer": 2_979,
-    "core": 4_179,
+    "core": 4_180,
     "recording": 350,
     "routing": 2_803,
     "api": 1_735,
@@ -74,7 +74,7 @@ BUDGETS = {
     "demo": 942,
     "cli": 4_547,
     "sojourn_server": 4,
-    "tests": 65_441,
+    "tests": 65_003,
     "benchmarks": 10_523,
 }
 """Maximum lines of each package. A change that exceeds one merges or drops something, or lowers another by as

@@ -50,13 +50,12 @@ from .scheduler_state import SchedulerState
 from .workflow_predictor import WorkflowPredictor
 
 RELEASE_GAP_S = 10.0
-"""Seconds after a release when the next request may be released, even if the engine has not admitted the
-first."""
+"""Seconds after which the next request may be released, even if the engine has not admitted the first."""
 RELEASED_SHARE = 0.25
-"""Share of the device's blocks that released requests may have together. Most of them compute their whole
-context again, for one turn. Where many programs wait, they would take the device from all others."""
+"""Share of the device's blocks that released requests may have together, if the next one's context must be
+computed, all for one turn. Where many programs wait, they would take the device from all others."""
 MAX_HOLDS = 4.0
-"""A request that has waited for so many times ``hold_timeout_s`` is released whatever released ones have."""
+"""Number of ``hold_timeout_s`` after which a request is released whatever the others have."""
 RETRY_S = 60.0
 """A program's next request counts as the retry of an aborted waiting request if it arrives within this many
 seconds of the abort. A retry continues the wait of the aborted request, so a client that gives up and tries
@@ -285,8 +284,7 @@ class TierManager:
     # -- moves --------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Ask the policy if there was an event, or if its interval has passed. Then release a request whose
-        wait has reached the limit.
+        """Ask the policy if there was an event, or if its interval has passed. Then release a request.
 
         Raises errors of the policy, after moves that give all programs up. Then placement is off."""
         if self._event or now >= self._ask_at_s:
@@ -437,26 +435,29 @@ class TierManager:
         """Release the parked request with the longest wait, if its wait has reached the limit, and return its
         program. ``None``: no request is released now.
 
-        The next request is released after the released request was admitted or has ended, or after
-        ``RELEASE_GAP_S``, while released requests take at most ``RELEASED_SHARE`` of the device."""
+        The next one is released after the released request was admitted or has ended, or after
+        ``RELEASE_GAP_S``. One without a saved context waits for its part of ``RELEASED_SHARE``."""
         released = self._released
         if released is not None and now - self._released_s < RELEASE_GAP_S:
             place = self._place_of(released)
             if place is not None and place.waiting.get(released.request_id) is released:
                 return None  # the engine has not admitted the released request yet
-        limit_s = now - self.limits.hold_timeout_s
+        limit_s, blocks_of = now - self.limits.hold_timeout_s, self._pool.blocks_of
         if self._first_wait_s > limit_s:
             return None
         waiting = [(place, each) for place in self._places.values() for each in place.waiting.values()]
         self._first_wait_s = min((each.waits_since_s for _, each in waiting), default=math.inf)
-        overdue = [each for place, each in waiting if each.waits_since_s <= limit_s and place.parks(each)]
-        if not overdue:
-            return None
-        first = min(overdue, key=lambda each: (each.waits_since_s, each.arrival))
         runs = [each for place in self._places.values() for each in place.running.values() if each.released]
-        blocks = sum(self._pool.blocks_of(each.prompt_tokens) for each in (*runs, first))
-        may_wait_no_more = now - first.waits_since_s >= MAX_HOLDS * self.limits.hold_timeout_s
-        if runs and blocks > RELEASED_SHARE * self._pool.blocks and not may_wait_no_more:
+        left_blocks = RELEASED_SHARE * self._pool.blocks - sum(blocks_of(each.prompt_tokens) for each in runs)
+        last_s = now - MAX_HOLDS * self.limits.hold_timeout_s
+        overdue = [
+            each for place, each in waiting
+            if each.waits_since_s <= limit_s and place.parks(each)
+            and (not runs or place.tier is not Tier.WAITING or each.waits_since_s <= last_s
+                 or blocks_of(each.prompt_tokens) <= left_blocks)
+        ]  # fmt: skip
+        first = min(overdue, key=lambda each: (each.waits_since_s, each.arrival), default=None)
+        if first is None:
             return None
         first.released, self._released, self._released_s = True, first, now
         return first.program_id
