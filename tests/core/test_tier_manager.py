@@ -416,10 +416,12 @@ def test_after_as_many_exchanges_as_an_answer_may_have_it_is_asked_in_the_next_s
 
 def test_long_parked_requests_are_released_one_after_the_other() -> None:
     """Released at once they would fill the device several times over."""
-    policy = ResidencyPricePlacement(patience_s=math.inf)
+    policy = Watched()
     engine = Engine(policy, limits=SchedulerLimits(hold_timeout_s=60.0))
-    engine.run("a", 19)
-    waits = [engine.come(name, blocks) for name, blocks in (("b", 2), ("c", 2), ("d", 10), ("e", 10))]
+    for returning in "de":
+        engine.a_turn(returning, 2)
+        order(engine, policy, returning, Tier.WAITING)
+    waits = [engine.come(name, blocks) for name, blocks in (("b", 10), ("c", 10), ("d", 6), ("e", 6))]
     engine.spend(65.0)
     assert [engine.parked(request) for request in waits] == [False, True, True, True]
     engine.admit(waits[0])
@@ -427,7 +429,7 @@ def test_long_parked_requests_are_released_one_after_the_other() -> None:
     assert [engine.parked(request) for request in waits[1:]] == [False, True, True]
     engine.finish(waits[1], outcome=TurnFinishReason.ABORTED)
     engine.spend(1.0)
-    assert engine.parked(waits[2]), "with the running one it would have more than a quarter of the device"
+    assert engine.parked(waits[2]), "lost, and with the running one more than a quarter of the device"
     engine.finish(waits[0])
     engine.spend(1.0)
     assert [engine.parked(request) for request in waits[2:]] == [False, True]

@@ -53,7 +53,7 @@ RELEASE_GAP_S = 10.0
 """Seconds after which the next request may be released, even if the engine has not admitted the first."""
 RELEASED_SHARE = 0.25
 """Share of the device's blocks that released requests may have together, if the next one's context must be
-computed, all for one turn. Where many programs wait, they would take the device from all others."""
+computed again, for one turn. Where many programs wait, they would take the device from all others."""
 MAX_HOLDS = 4.0
 """Number of ``hold_timeout_s`` after which a request is released whatever the others have."""
 RETRY_S = 60.0
@@ -436,7 +436,7 @@ class TierManager:
         program. ``None``: no request is released now.
 
         The next one is released after the released request was admitted or has ended, or after
-        ``RELEASE_GAP_S``. One without a saved context waits for its part of ``RELEASED_SHARE``."""
+        ``RELEASE_GAP_S``. One whose context was lost waits for its part of ``RELEASED_SHARE``."""
         released = self._released
         if released is not None and now - self._released_s < RELEASE_GAP_S:
             place = self._place_of(released)
@@ -453,8 +453,8 @@ class TierManager:
         overdue = [
             each for place, each in waiting
             if each.waits_since_s <= limit_s and place.parks(each)
-            and (not runs or place.tier is not Tier.WAITING or each.waits_since_s <= last_s
-                 or blocks_of(each.prompt_tokens) <= left_blocks)
+            and (not runs or not place.returning or place.tier is not Tier.WAITING
+                 or each.waits_since_s <= last_s or blocks_of(each.prompt_tokens) <= left_blocks)
         ]  # fmt: skip
         first = min(overdue, key=lambda each: (each.waits_since_s, each.arrival), default=None)
         if first is None:
