@@ -276,5 +276,5 @@ def test_placement_holds_back_for_hold_timeout_s() -> None:
         )  # fmt: skip
         return summarize_run(run_simulation(spec)).ttft_s.p99 or 0.0
 
-    # Stock vLLM's own queue adds to the wait.
-    assert longest_ttft_s(10.0) < 0.7 * longest_ttft_s(UNLIMITED_S)
+    # Some wait four times as long, and stock vLLM's own queue adds to the wait.
+    assert longest_ttft_s(5.0) < 0.7 * longest_ttft_s(UNLIMITED_S)
