@@ -43,7 +43,7 @@ HINTED_TTL = "kv_retention_ttl_seconds"
 
 def unused_fields(preset: Preset) -> list[str]:
     """Return the names of the fields of hints and events that an engine with this preset does not use. A
-    field of an event is named ``event.field``. The first three are for other servers."""
+    field of an event is named ``event.field``. No preset uses the three that are listed first below."""
     hints, events = ["blocks_parent", "step_id"], ["program_start.call_id"]
     if not preset.placement.reads_costs:
         hints += ["deadline_seconds", "priority"]
