@@ -12,8 +12,8 @@ placed programs are collected in one pass, and only outdated ones are built anew
 A *parked* request is a waiting request that may not run, even if blocks are free: its program is not on the
 device, or the request arrived after its program was marked to leave the device. No request is parked for
 ever: after ``hold_timeout_s``, or at most ``MAX_HOLDS`` times that, it is *released*. Its program is placed
-on the device, and the request is not parked again. After an error of the policy, or while it is switched off, no request is parked, and the
-engine's own order applies."""
+on the device, and the request is not parked again. After an error of the policy, or while it is switched off,
+no request is parked, and the engine's own order applies."""
 
 from __future__ import annotations
 
