@@ -207,7 +207,7 @@ class TierManager:
     def finished(self, request_state: RequestState, now: float, *, failed: bool = False) -> None:
         """Handle a request that has left the engine. ``failed``: the request adds nothing to the context."""
         request_id, place = request_state.request_id, self._place_of(request_state)
-        self._event = True  # programs may use the request's blocks now
+        self._event, self._first_wait_s = True, -math.inf  # programs may use the request's blocks now
         if place is None:
             return
         waited = place.waiting.pop(request_id, None) is not None
@@ -244,7 +244,7 @@ class TierManager:
         parked, and its KV in lower tiers is not needed any more."""
         place = self._places.pop(program_id, None)
         if place is not None:
-            self._event = True
+            self._event, self._first_wait_s = True, -math.inf
             self._state.actions.append(
                 EngineAction(EngineActionKind.PLACE, program_id, DecisionReason.END, Tier.WAITING)
             )
@@ -432,8 +432,7 @@ class TierManager:
         return since_s if now - aborted_s <= RETRY_S else now
 
     def _next_released(self, now: float) -> ProgramId | None:
-        """Release the parked request with the longest wait, if its wait has reached the limit, and return its
-        program. ``None``: no request is released now.
+        """Release the parked request with the longest wait that has reached its limit; return its program.
 
         The next one is released after the released request was admitted or has ended, or after
         ``RELEASE_GAP_S``. One whose context was lost waits for its part of ``RELEASED_SHARE``."""
@@ -442,25 +441,26 @@ class TierManager:
             place = self._place_of(released)
             if place is not None and place.waiting.get(released.request_id) is released:
                 return None  # the engine has not admitted the released request yet
-        limit_s, blocks_of = now - self.limits.hold_timeout_s, self._pool.blocks_of
-        if self._first_wait_s > limit_s:
+        hold_s, blocks_of, overdue = self.limits.hold_timeout_s, self._pool.blocks_of, list[RequestState]()
+        if self._first_wait_s > now - hold_s:
             return None
-        waiting = [(place, each) for place in self._places.values() for each in place.waiting.values()]
-        self._first_wait_s = min((each.waits_since_s for _, each in waiting), default=math.inf)
         runs = [each for place in self._places.values() for each in place.running.values() if each.released]
         left_blocks = RELEASED_SHARE * self._pool.blocks - sum(blocks_of(each.prompt_tokens) for each in runs)
-        last_s = now - MAX_HOLDS * self.limits.hold_timeout_s
-        overdue = [
-            each for place, each in waiting
-            if each.waits_since_s <= limit_s and place.parks(each)
-            and (not runs or not place.returning or place.tier is not Tier.WAITING
-                 or each.waits_since_s <= last_s or blocks_of(each.prompt_tokens) <= left_blocks)
-        ]  # fmt: skip
+        self._first_wait_s = math.inf
+        waiting = [(place, each) for place in self._places.values() for each in place.waiting.values()]
+        for place, each in waiting:
+            since_s, is_lost = each.waits_since_s, place.returning and place.tier is Tier.WAITING
+            if since_s <= now - hold_s and place.parks(each):
+                has_room = not runs or not is_lost or blocks_of(each.prompt_tokens) <= left_blocks
+                if has_room or since_s <= now - MAX_HOLDS * hold_s:
+                    overdue.append(each)
+                else:  # looked at again when a request has ended, not in each step
+                    since_s += (MAX_HOLDS - 1.0) * hold_s
+            self._first_wait_s = min(self._first_wait_s, since_s)
         first = min(overdue, key=lambda each: (each.waits_since_s, each.arrival), default=None)
-        if first is None:
-            return None
-        first.released, self._released, self._released_s = True, first, now
-        return first.program_id
+        if first is not None:
+            first.released, self._released, self._released_s = True, first, now
+        return first.program_id if first is not None else None
 
     # -- inside -----------------------------------------------------------------------
 
