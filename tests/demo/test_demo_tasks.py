@@ -66,7 +66,7 @@ def test_the_scripts_fix_the_repositories(
             "stock", tasks, engine.url, "m", ByteTokenizer(),  # type: ignore[arg-type]
             seed=1, directory=tmp_path, watch=lambda *_: None,
         )  # fmt: skip
-    assert succeeded([record])
+    assert succeeded([record]), [(each.task, each.error, each.fixed) for each in record.programs]
     for task in tasks:
         bodies = [body for body in engine.forced if task.issue in body["messages"][1]["content"]]
         assert len(bodies) == len(task.turns)
