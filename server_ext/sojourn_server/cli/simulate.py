@@ -268,8 +268,7 @@ def _run_simulations(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -
     _check_warm_up(warm_up_s, min((spec.until_s for spec in specs if spec.until_s is not None), default=0.0))
     print_note(*validate_specs(specs))
     print_line(_announcement(specs))
-    # As Ctrl-C, which waits while a process starts: timeout and supervisors send it.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # supervisors send it
     planned, lines = list(dict.fromkeys(specs)), ProgressLines()
     runs, parts = len(planned), [0.0] * len(planned)
 
