@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn import shell_command
-from sojourn.shell_command import commands_of, main_head
+from sojourn.shell_command import main_head
 from sojourn_server.programs import tool_call_parsers
 from sojourn_server.programs.tool_call_parsers import (
     ParsedToolCall,
@@ -73,7 +73,7 @@ TERMINAL_BENCH = {
             '<|channel|>commentary to=functions.exec <|constrain|>json<|message|>{"cmd":["go"]}<|call|>',
             ["exec:go"],
         ),
-        ('{"name": "f", "parameters": {"x": 1}}', ["f"]),
+        ('{"name": "sh", "parameters": {"command": "ls"}}', ["sh:ls"]),
         ('[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]', ["f", "g"]),
         ('<think><tool_call>{"name": "g", "arguments": {}}</think>{"name": "f", "arguments": {}}', ["f"]),
         ("Let me see.\n\n```bash\npytest -q\n```\n", ["bash:pytest"]),
@@ -157,27 +157,6 @@ def test_the_open_items_of_a_to_do_list_are_counted(name: str, arguments: object
     assert plan_items([call]) == items
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        json.dumps({**OPENAI, "name": "TodoWrite", "arguments": {"todos": TODOS}}),
-        json.dumps(
-            {"tool_calls": [{"function": {"name": "todowrite", "arguments": json.dumps({"todos": TODOS})}}]}
-        ),
-        json.dumps({"type": "tool_use", "name": "TodoWrite", "input": {"todos": TODOS}}),
-        f"<tool_call>{json.dumps({'name': 'todo_write', 'arguments': {'todos': TODOS}})}</tool_call>",
-        f"<function=todo_write>{json.dumps({'todos': TODOS})}</function>",
-        f"<function=todo_write>\n<parameter=todos>\n{json.dumps(TODOS, indent=1)}\n</parameter>\n</function>",
-        f'<invoke name="TodoWrite"><parameter name="todos">{json.dumps(TODOS)}</parameter></invoke>',
-        f"commentary to=functions.update_plan <|constrain|>json<|message|>{json.dumps({'plan': TODOS})}",
-        json.dumps({"name": "write_todos", "parameters": {"todos": TODOS}}),
-        f"[TOOL_CALLS]{json.dumps([{'name': 'todowrite', 'arguments': {'todos': TODOS}}])}",
-    ],
-)
-def test_a_to_do_list_is_counted_in_each_dialect(text: str) -> None:
-    assert plan_items(parse_tool_calls(text)) == 2
-
-
 def test_the_last_to_do_list_of_an_output_counts() -> None:
     calls = [named_tool_call("TodoWrite", json.dumps({"todos": todos})) for todos in (TODOS, TODOS[:2])]
     assert plan_items([*calls, ParsedToolCall("bash", "ls")]) == 1  # type: ignore[list-item]
@@ -224,31 +203,21 @@ def test_what_only_looks_like_a_call_is_none(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "heads", "main"),
+    ("line", "main"),
     [
-        ('pytest -q && git add -A && git commit -m "fix: a && b"', ("pytest", "git", "git"), "git"),
-        ("make \\\n  -j4\nls", ("make", "ls"), "ls"),
-        ("cd /testbed && python -m pytest tests -x", ("cd", "python"), "python"),
-        ("echo 'a && b; c' | wc -l", ("echo", "wc"), "echo"),
-        ("pytest > out.txt 2>&1; cat out.txt", ("pytest", "cat"), "cat"),
-        ("(cd a && make) || exit 1", ("cd", "make", "exit"), "make"),
-        ("if [ -f x ]; then ./run.sh; fi", ("run.sh",), "run.sh"),
-        ("timeout 60 /usr/bin/python3 a.py", ("python3",), "python3"),
-        ("sudo -E env X=1 nice -n 5 apt-get update", ("apt-get",), "apt-get"),
-        ('bash -lc "cd x && cargo test"', ("cd", "cargo"), "cargo"),
-        ("pytest $(git diff --name-only; true) `ls`", ("pytest",), "pytest"),
-        ("sleep 5 & wait", ("sleep", "wait"), "wait"),
-        ("# note\nls # list; all", ("ls",), "ls"),
-        ("grep -rn x . && cd ..", ("grep", "cd"), "grep"),
-        ("cd /tmp", ("cd",), "cd"),
-        ("diff <(sort a) b >& log", ("diff", "sort", "b"), "b"),
-        ('x="', (), None),
-        ("", (), None),
-        ("&& ; |", (), None),
+        ("make \\\n  -j4", "make"),
+        ("cat a > out 2>&1; (cd a && make) || exit 1", "make"),
+        ("sudo -E env X=1 nice -n 5 apt-get update", "apt-get"),
+        ('bash -lc "cargo test && cd x"', "cargo"),
+        ("pytest $(git diff --name-only; true) `ls`", "pytest"),
+        ("# note\nls # list; all", "ls"),
+        ("cd /tmp", "cd"),
+        ("diff <(sort a) b >& log", "b"),
+        ("&& ; |", None),
     ],
 )
-def test_command_lines(line: str, heads: tuple[str, ...], main: str | None) -> None:
-    assert tuple(command.head for command in commands_of(line)) == heads
+def test_command_lines(line: str, main: str | None) -> None:
+    """As those in ``tests/sdk/test_sdk_shell_command.py``, but with syntax that agents seldom write."""
     assert main_head(line) == main
 
 
@@ -311,26 +280,3 @@ def test_only_the_tail_is_read() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert keys("x" * 1_000_000 + call) == ["f"]
     assert keys(call + "x" * 1_000_000) == []
-
-
-OPENERS = [
-    "```bash\n",
-    "\n```\n",
-    "<tool_call>",
-    "</tool_call>",
-    "<function=f>",
-    '{"name":',
-    '"f"',
-    "f(",
-    "a=",
-]
-FRAGMENTS = st.sampled_from([*OPENERS, *"`,})[]'\"#|; \n\\$<&"])
-
-
-@given(st.lists(FRAGMENTS | st.text(max_size=5), max_size=60).map("".join))
-def test_nothing_ever_raises_and_all_is_bounded(text: str) -> None:
-    for call in parse_tool_calls(text):
-        assert 0 < len(call.key) <= tool_call_parsers.MAX_NAME_CHARS + 1 + shell_command.MAX_HEAD_CHARS
-    heads = tuple(command.head for command in commands_of(text))
-    assert all(heads)
-    assert main_head(text) is None if not heads else main_head(text) in heads
