@@ -55,7 +55,6 @@ def init(
         with runtime.session_lock:
             before = runtime.live
             if before is None or not before.disabled:
-                _retire()
                 _replace_session(Session(disabled=True))
         return
     config = Config.resolve(
@@ -74,7 +73,6 @@ def init(
 def shutdown() -> None:
     """Undo ``init()``: send unsent events within a second, remove every patch, go offline. Never raises."""
     with runtime.session_lock:
-        _retire()
         before = runtime.live
         _replace_session(Session(disabled=before is not None and before.disabled))
 
@@ -84,8 +82,7 @@ def _go_online(config: Config) -> Session:
         before = runtime.live
         if before is not None and before.online and before.config == config:
             return before
-        fresh = _connected(config)  # before _retire(), so that a failure keeps the previous session
-        _retire(replaced=True)
+        fresh = _connected(config)  # first, so that a failure keeps the previous session
         _replace_session(fresh)
         if config.instrument:
             instrumentation.instrument()
@@ -97,7 +94,15 @@ def _go_online(config: Config) -> Session:
 
 
 def _replace_session(fresh: Session) -> None:
-    before, runtime.live = runtime.live, fresh
+    before = runtime.live
+    if before is not None:
+        if fresh.config is None or not fresh.config.instrument:  # else runs in progress stay attached
+            instrumentation.uninstrument()
+        from . import thread_context
+
+        thread_context.remove()
+        before.close(replaced=fresh.online)
+    runtime.live = fresh
     if before is not None:
         fresh.take_over(before)
 
@@ -114,17 +119,6 @@ def _connected(config: Config) -> Session:
         text = f"cannot set up the connection to the server ({type(error).__name__}: {error})"
         raise ConfigError(text) from error
     return fresh
-
-
-def _retire(*, replaced: bool = False) -> None:
-    before = runtime.live
-    if before is None:
-        return
-    instrumentation.uninstrument()
-    from . import thread_context
-
-    thread_context.remove()
-    before.close(replaced=replaced)
 
 
 def _first_use() -> Session:

@@ -65,17 +65,17 @@ def told(server: FakeServer, kind: type) -> list[Any]:
 
 def test_instrument_reaches_every_agent_once(tmp_path: Path) -> None:
     class Custom(DefaultAgent):
-        pass
+        def step(self) -> Any:
+            sojourn.init(server.url, dialect="sojourn")  # again, in the middle of the run
+            return super().step()
 
     before = DefaultAgent.__init__, DefaultAgent.run
     with FakeServer([TRUE, SUBMIT]) as server:
-        only_attached(server.url)
+        sojourn.init(server.url)
         mini_swe_agent.instrument()
-        mini_swe_agent.instrument()
-        agent = mini_swe_agent.attach(make_agent(server, tmp_path, kind=Custom))
-        agent.run("it")  # attaching on top changes nothing
+        mini_swe_agent.attach(make_agent(server, tmp_path, kind=Custom)).run("it")  # attached twice
         assert sojourn.flush(60)
-    assert [event.agent_type for event in told(server, ProgramStart)] == ["Custom"]
+    assert [event.agent_type for event in told(server, ProgramStart)] == ["Custom"] * 2  # to each session
     assert len(told(server, ToolStart)) == 2
     mini_swe_agent.uninstrument()
     assert (DefaultAgent.__init__, DefaultAgent.run) == before
