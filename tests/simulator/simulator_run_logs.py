@@ -1,40 +1,15 @@
-"""Made-up run logs with the shape of real ones, for tests of code that only reads logs."""
+"""Run logs made by hand, and tables as text, for tests of code that only reads logs."""
 
 from __future__ import annotations
 
-import random
-import zlib
-from typing import Any, NamedTuple
+import io
+from typing import Any
 
+from rich.console import Console
+from sojourn_server.simulator.parameter_sweep import ParameterSweep
+from sojourn_server.simulator.report.results_table import render
+from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.run_log import ProgramLog, RunLog, TurnLog
-
-BLOCK = 16
-POOL_BLOCKS = 25_000
-HOST_BLOCKS = 25_000
-
-
-class PolicyBehavior(NamedTuple):
-    """How a made-up policy treats its programs."""
-
-    queue_s: float
-    """Mean wait per turn at 20 programs. It grows with the square of the load."""
-    lost: float
-    """Share of the known prompt that is lost when a program returns, at 40 programs."""
-    preempted: float
-    host: float = 0.0
-    """Share of the lost prompt that is loaded from host memory."""
-    held: float = 0.0
-    """Share of the wait that a router causes."""
-
-
-POLICY_BEHAVIORS = {
-    "stock": PolicyBehavior(16.0, 0.62, 0.08),
-    "lru-offload": PolicyBehavior(9.0, 0.6, 0.06, host=0.6),
-    "admit": PolicyBehavior(1.5, 0.04, 0.01, held=0.9),
-    "thunderagent": PolicyBehavior(4.0, 0.2, 0.02, held=0.7),
-    "mori": PolicyBehavior(2.5, 0.12, 0.02, host=0.8, held=0.5),
-    "free-io": PolicyBehavior(1.2, 0.3, 0.0, host=1.0),
-}
 
 
 def turn_log(
@@ -63,78 +38,38 @@ def run_log(*programs: ProgramLog, **more: Any) -> RunLog:
     return RunLog(programs=list(programs), **told)
 
 
-def synthetic_run_log(policy: str, programs: int = 40, *, virtual_s: float = 3600.0) -> RunLog:
-    """Log of a closed loop of ``programs``."""
-    manner = POLICY_BEHAVIORS[policy]
-    load = programs / 40
-    generator = random.Random(zlib.crc32(f"{policy} {programs} None 1".encode()))
-    run = run_log(
-        policy=policy,
-        programs_wanted=programs,
-        trace="isobench_trae",
-        seed=1,
-        pool_blocks=POOL_BLOCKS,
-        host_blocks=HOST_BLOCKS if manner.host else 0,
-        virtual_s=virtual_s,
-        busy_s=0.97 * virtual_s,
-        steps=int(virtual_s * 30),
-        scheduler_s=virtual_s * 0.03,
-        wall_s=virtual_s / 70,
+def small_run(loop: str = "closed") -> RunLog:
+    """Two programs in 100 s: one of two turns that finishes, one whose only turn is cut off in decode."""
+    turns = [
+        turn_log(
+            "a", 0, 0.0, 1.0, 2.0, 3.0, 13.0,
+            prompt_tokens=100, output_tokens=11, computed_tokens=100, gap_s=7.0,
+        ),
+        turn_log(
+            "a", 1, 20.0, 20.0, 24.0, 27.0, 30.0,
+            prompt_tokens=160, output_tokens=4, known_tokens=96, device_tokens=32, host_tokens=16,
+            computed_tokens=132, regenerated={"preempted": 20, "evicted": 48}, preemptions=1,
+        ),
+        turn_log(
+            "b", 0, 40.0, 40.0, 50.0, 60.0,
+            prompt_tokens=200, output_tokens=500, generated_tokens=85, computed_tokens=200,
+        ),
+    ]  # fmt: skip
+    return run_log(
+        program_log("a", turns[:2], finished_s=30.0),
+        program_log("b", turns[2:], arrived_s=40.0, turns_total=3),
+        trace="../traces/t.jsonl.gz",
+        loop=loop,
+        preemption_steps=[5, 15, 16, 40],
+        steps=200,
+        busy_s=50.0,
+        scheduler_s=0.1,
+        wall_s=2.0,
     )
-    for slot in range(programs):
-        at_s, number = 0.0, 0
-        while at_s < virtual_s:
-            life = _program(f"{slot}.{number}", at_s, run, manner, load, generator)
-            run.programs.append(life)
-            at_s, number = life.finished_s if life.finished_s is not None else virtual_s, number + 1
-    run.programs.sort(key=lambda life: (life.arrived_s, life.program_id))
-    steps = int(60 * manner.preempted * load * 10)
-    run.preemption_steps = sorted(generator.randrange(run.steps) for _ in range(steps))
-    return run
 
 
-def _program(
-    name: str, at_s: float, run: RunLog, manner: PolicyBehavior, load: float, generator: random.Random
-) -> ProgramLog:
-    turns = max(3, round(generator.gauss(24, 9)))
-    context = 0
-    life = program_log(f"swe-{name}", [], arrived_s=at_s, turns_total=turns)
-    prompt = generator.randrange(3_000, 9_000)
-    for number in range(turns):
-        known = context // BLOCK * BLOCK
-        gone = min(1.0, manner.lost * load) if generator.random() < 0.9 else 0.0
-        lost = int(known * gone) // BLOCK * BLOCK
-        host = int(lost * manner.host) // BLOCK * BLOCK
-        again = {"preempted": prompt // 2} if generator.random() < manner.preempted * load else {}
-        computed = prompt - (known - lost) - host + sum(again.values())
-        output = generator.randrange(40, 700)
-        wait_s = generator.expovariate(1.0) * manner.queue_s * load * load
-        first_s = at_s + wait_s + computed / 6_000 + 0.05
-        finished_s = first_s + output * 0.012 * (1 + load)
-        times_s = (at_s, at_s + wait_s * manner.held, at_s + wait_s, first_s, finished_s)
-        reached_s = [time_s for time_s in times_s if time_s <= run.virtual_s]
-        turn = turn_log(
-            life.program_id, number, *reached_s,
-            prompt_tokens=prompt, output_tokens=output, known_tokens=known, tool="bash",
-        )  # fmt: skip
-        life.turns.append(turn)
-        if len(reached_s) > 2:
-            turn.device_tokens, turn.host_tokens, turn.computed_tokens = known - lost, host, computed
-            turn.preemptions = len(again)
-            turn.regenerated = again | ({"evicted": lost - host} if lost > host else {})
-        if len(reached_s) < 5:
-            so_far = (run.virtual_s - first_s) / (finished_s - first_s)
-            turn.generated_tokens = max(0, int(output * so_far))
-            return life
-        context, at_s = prompt + output, finished_s
-        prompt = context + generator.randrange(50, 1_500)
-        if prompt > 31_000:
-            life.cut = True
-            break
-        if number + 1 < turns:
-            turn.gap_s = generator.lognormvariate(0.4, 1.3)
-            at_s += turn.gap_s
-            if at_s >= run.virtual_s:
-                return life
-    life.finished_s = at_s
-    return life
+def rendered(rows: list[RunRow], width: int, sweep: ParameterSweep | None = None) -> str:
+    """The table of these rows on a console of ``width`` characters."""
+    text = io.StringIO()
+    Console(width=width, file=text, color_system=None).print(render(rows, sweep))
+    return text.getvalue()

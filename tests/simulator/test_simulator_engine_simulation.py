@@ -13,13 +13,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from simulator_crowded_workload import CROWDED_BLOCKS, crowded_workload
 from simulator_small_runs import SmallRun
 from simulator_small_workload import (
     BLOCK,
+    CROWDED_BLOCKS,
     FlatLatency,
     SmallLoop,
     assert_played,
+    crowded_workload,
     small_workload,
     turns,
 )

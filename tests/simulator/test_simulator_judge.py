@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from script_modules import benchmark
-from simulator_run_logs import synthetic_run_log
+from simulator_run_logs import small_run
 from sojourn_server.policies.preset import preset_names
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
@@ -19,12 +19,8 @@ from sojourn_server.simulator.simulator_policies import policy_names
 judge = benchmark("judge")
 
 
-def cell_of(name: str, load: str, host: float, *rows: RunRow) -> Any:
-    return judge.Cell(name, load, host, {each.policy: judge.Figures.of(each) for each in rows})
-
-
 def row(policy: str, tokens: float = 0.0, mean_s: float | None = None) -> RunRow:
-    made = summarize_run(synthetic_run_log("stock", 3, virtual_s=300.0))
+    made = summarize_run(small_run())
     completion_s = msgspec.structs.replace(made.completion_s, mean=mean_s)
     return msgspec.structs.replace(made, policy=policy, output_tok_per_s=tokens, completion_s=completion_s)
 
@@ -85,7 +81,8 @@ def test_a_changed_policy_runs_again_at_the_same_arrival_rates_and_the_others_do
         msgspec.structs.replace(row(name, mean_s=100.0), rate_per_s=0.25)
         for name in ("sojourn", "sojourn-oracle", "stock", "mori")
     ]
-    earlier = cell_of(point.name, "open 0.95", 1.0, *rated)
+    figures = {each.policy: judge.Figures.of(each) for each in rated}
+    earlier = judge.Cell(point.name, "open 0.95", 1.0, figures)
     ran = []
 
     def run(specs: list[Any], options: Any) -> list[RunRow]:

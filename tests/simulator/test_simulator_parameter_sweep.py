@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 from simulation_results import read_results
-from simulator_run_logs import BLOCK, HOST_BLOCKS, synthetic_run_log
-from sojourn_server.simulator.parameter_sweep import SWEEP_FIELDS, ParameterSweep, SweepError, read_sweep
+from simulator_run_logs import rendered, small_run
+from sojourn_server.simulator.parameter_sweep import SWEEP_FIELDS, SweepError, read_sweep
 from sojourn_server.simulator.report.plot import write_plot
 from sojourn_server.simulator.report.results_file import Provenance, document
-from sojourn_server.simulator.report.results_table import render
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.simulation_run import RunSpec
@@ -78,28 +75,15 @@ def test_every_policy_is_there_at_every_value_and_run_once_where_the_value_is_no
         read_sweep("cpu_ratio=0,1").specs(specs("contnuum"))
 
 
-STOCK = summarize_run(synthetic_run_log("stock", 4, virtual_s=600.0))
-OFFLOAD = summarize_run(synthetic_run_log("lru-offload", 4, virtual_s=600.0))
-MORE = summarize_run(synthetic_run_log("mori", 4, virtual_s=600.0))
-TOKENS = HOST_BLOCKS * BLOCK
-
-
 def named(row: RunRow, policy: str, **changes: object) -> RunRow:
     return msgspec.structs.replace(row, policy=policy, **changes)
 
 
+STOCK = summarize_run(small_run())
+OFFLOAD = named(STOCK, "lru-offload", host_blocks=100, output_tok_per_s=2.5)
 ROWS = [
-    STOCK, named(STOCK, "lru-offload"), STOCK, OFFLOAD,
-    STOCK, named(MORE, "lru-offload", host_blocks=2 * HOST_BLOCKS),
+    STOCK, named(STOCK, "lru-offload"), STOCK, OFFLOAD, STOCK, named(OFFLOAD, "lru-offload", host_blocks=200)
 ]  # fmt: skip
-
-
-def told(swept: ParameterSweep, rows: list[RunRow], width: int = 300) -> str:
-    console = Console(width=width, file=io.StringIO(), color_system=None)
-    console.print(render(rows, swept))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert isinstance(text, str)
-    return text
 
 
 SWEEP = read_sweep("cpu_ratio=0,1,2")
@@ -114,15 +98,14 @@ def test_rows_belong_to_values(tmp_path: Path) -> None:
 
 
 def test_a_line_a_value_and_policy_compared_at_the_same_value() -> None:
-    lines = told(SWEEP, ROWS).splitlines()
+    lines = rendered(ROWS, 300, SWEEP).splitlines()
     shown = [line.split()[:3] for line in lines if "stock " in line or "lru-offload " in line]
     assert shown == [
         ["0", "stock", "–"], ["0", "lru-offload", "–"], ["1", "stock", "–"],
-        ["1", "lru-offload", f"{TOKENS:,}"], ["2", "stock", "–"], ["2", "lru-offload", f"{2 * TOKENS:,}"],
+        ["1", "lru-offload", "1,600"], ["2", "stock", "–"], ["2", "lru-offload", "3,200"],
     ]  # fmt: skip
-    better = f"{OFFLOAD.output_tok_per_s / STOCK.output_tok_per_s:.2f}×"  # type: ignore[operator]
-    assert better in next(line for line in lines if line.split()[:2] == ["1", "lru-offload"])
-    assert "…" not in told(SWEEP, ROWS, 80).split("* best of")[0]
+    assert "2.50×" in next(line for line in lines if line.split()[:2] == ["1", "lru-offload"])
+    assert "…" not in rendered(ROWS, 80, SWEEP).split("* best of")[0]
 
 
 @pytest.mark.slow

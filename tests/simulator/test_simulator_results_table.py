@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import gzip
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
-from simulator_run_logs import POLICY_BEHAVIORS, synthetic_run_log
+from script_modules import ROOT
+from simulation_results import read_results
+from simulator_run_logs import rendered, small_run
 from sojourn_server.simulator.report import results_table
 from sojourn_server.simulator.report.results_file import (
     SUFFIXES,
@@ -26,14 +26,13 @@ from sojourn_server.simulator.report.results_table import (
     ResultColumn,
     TableCell,
     columns_to_show,
-    render,
     summary,
     workloads,
 )
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow, SummaryStatistics
 
-BASE = summarize_run(synthetic_run_log("stock", 3, virtual_s=900.0))
+BASE = summarize_run(small_run())
 
 
 def cells(rows: list[RunRow], of: ResultColumn) -> list[TableCell]:
@@ -121,27 +120,19 @@ def test_workloads_keep_apart_what_may_not_be_compared() -> None:
         row("stock"),
         row("stock", seed=2),
         row("stock", programs=80),
-        row("stock", programs=80, trace="other"),
+        row("stock", programs=80, trace="z"),
     ]
     groups = [[(r.trace, r.seed, r.programs, r.policy) for r in group] for group in workloads(rows)]
-    trace = BASE.trace
     assert groups == [
-        [(trace, 1, 3, "stock"), (trace, 1, 3, "b"), (trace, 1, 3, "free-io")],
-        [(trace, 1, 80, "stock"), (trace, 1, 80, "b")],
-        [(trace, 2, 3, "stock")],
-        [("other", 1, 80, "stock")],
+        [("t", 0, 2, "stock"), ("t", 0, 2, "b"), ("t", 0, 2, "free-io")],
+        [("t", 0, 80, "stock"), ("t", 0, 80, "b")],
+        [("t", 2, 2, "stock")],
+        [("z", 0, 80, "stock")],
     ]
 
 
-def rendered(rows: list[RunRow], width: int) -> str:
-    console = Console(width=width, file=io.StringIO(), color_system=None)
-    console.print(render(rows))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert isinstance(text, str)
-    return text
-
-
-ROWS = [summarize_run(synthetic_run_log(name, 8, virtual_s=1200.0)) for name in POLICY_BEHAVIORS]
+ROWS = read_results(ROOT / "benchmarks" / "results" / "mori_parts.json").runs
+ROWS[0] = msgspec.structs.replace(ROWS[0], policy="stock")  # to compare the others with
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 400])
@@ -174,7 +165,7 @@ def test_the_end_says_in_words_what_sojourn_brings() -> None:
 
 
 MADE = Provenance(command="sojourn simulate t", versions={"sojourn": "1"}, machine={"cores": 2})
-RUN = synthetic_run_log("stock", 3, virtual_s=300.0)
+RUN = small_run()
 
 
 def test_the_command_names_no_folder_of_the_users() -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulator_run_logs import program_log, run_log, synthetic_run_log, turn_log
+from simulator_run_logs import small_run, turn_log
 from sojourn_server.simulator.report.run_metrics import (
     CUT_OFF_NOTE,
     NONE_FINISHED_NOTE,
@@ -21,37 +21,6 @@ from sojourn_server.simulator.report.run_metrics import (
     summary_statistics,
 )
 from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS
-from sojourn_server.simulator.run_log import RunLog
-
-
-def small_run(loop: str = "closed") -> RunLog:
-    """Two programs in 100 s: one of two turns that finishes, one whose only turn is cut off in decode."""
-    turns = [
-        turn_log(
-            "a", 0, 0.0, 1.0, 2.0, 3.0, 13.0,
-            prompt_tokens=100, output_tokens=11, computed_tokens=100, gap_s=7.0,
-        ),
-        turn_log(
-            "a", 1, 20.0, 20.0, 24.0, 27.0, 30.0,
-            prompt_tokens=160, output_tokens=4, known_tokens=96, device_tokens=32, host_tokens=16,
-            computed_tokens=132, regenerated={"preempted": 20, "evicted": 48}, preemptions=1,
-        ),
-        turn_log(
-            "b", 0, 40.0, 40.0, 50.0, 60.0,
-            prompt_tokens=200, output_tokens=500, generated_tokens=85, computed_tokens=200,
-        ),
-    ]  # fmt: skip
-    return run_log(
-        program_log("a", turns[:2], finished_s=30.0),
-        program_log("b", turns[2:], arrived_s=40.0, turns_total=3),
-        trace="../traces/t.jsonl.gz",
-        loop=loop,
-        preemption_steps=[5, 15, 16, 40],
-        steps=200,
-        busy_s=50.0,
-        scheduler_s=0.1,
-        wall_s=2.0,
-    )
 
 
 def test_every_figure_of_a_closed_loop_counted_by_hand() -> None:
@@ -170,7 +139,7 @@ def test_defects_of_the_run_are_noted() -> None:
 
 
 def test_only_wall_clock_fields_differ_between_machines() -> None:
-    one, other = (synthetic_run_log("stock", 6, virtual_s=600.0) for _ in range(2))
+    one, other = (small_run() for _ in range(2))
     other.wall_s, other.scheduler_s = 99.0, 9.0
     rows = [msgspec.to_builtins(summarize_run(run)) for run in (one, other)]
     assert {name for name in rows[0] if rows[0][name] != rows[1][name]} == set(WALL_CLOCK_FIELDS)

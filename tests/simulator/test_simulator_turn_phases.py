@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from simulator_run_logs import POLICY_BEHAVIORS, program_log, run_log, synthetic_run_log, turn_log
+from simulator_run_logs import program_log, run_log, turn_log
 from sojourn_server.cli.explain import turn_table
 from sojourn_server.simulator.report.turn_phases import add_run, ledger, totals, turn_phases
 from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.traces.perfetto_trace import PerfettoTrace
-
-RUNS = {name: synthetic_run_log(name, 6, virtual_s=900.0) for name in POLICY_BEHAVIORS}
 
 
 def life(*, ended_s: float | None = 40.0, **turn: object) -> RunLog:
@@ -52,9 +50,16 @@ def test_a_life_counted_by_hand() -> None:
     assert never.startswith("unfinished after 88.0 s, 0 of 1 turns")
 
 
-@pytest.mark.parametrize("name", POLICY_BEHAVIORS)
-def test_every_second_of_every_program_is_in_exactly_one_span(name: str) -> None:
-    run = RUNS[name]
+@pytest.mark.engine
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("until_s", [2.6, 20.0, None])
+@pytest.mark.parametrize("policy", ["stock", "lru-offload", "thunderagent", "mori"])
+def test_every_second_of_every_program_is_in_exactly_one_span(policy: str, until_s: float | None) -> None:
+    pytest.importorskip("vllm")
+    from simulator_small_runs import SmallRun
+    from simulator_small_workload import CROWDED_BLOCKS, crowded_workload
+
+    run = SmallRun(policy, crowded_workload(59)[0], blocks=CROWDED_BLOCKS, until_s=until_s).log
     for program in run.programs:
         end_s = run.virtual_s if program.finished_s is None else program.finished_s
         at_s = program.turns[0].submitted_s
