@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from running_requests import needed_at
 from sojourn_server.policies.admission_policies import (
     AdmissionPolicy,
     DemandForecastAdmission,
@@ -57,28 +58,39 @@ def test_a_whole_program_enters_where_its_prompt_fits_and_the_earliest_always() 
         assert WholeProgramAdmission().may_admit(idle, 0.0) is enters
 
 
-def test_an_idle_engine_admits_the_first_program() -> None:
-    crowded = replace(NEWCOMER, free_blocks=20, earlier=(YOUNG,) * 9)
-    assert not ExpectedGrowthAdmission().may_admit(crowded, 0.0)
-    assert ExpectedGrowthAdmission().may_admit(replace(crowded, anything_running=False), 0.0)
+GROWS = ExpectedGrowthAdmission(reserve=1.0)
+"""Two earlier programs of 100 tokens will each grow by 300 tokens: 60 blocks of 10 are to stay free."""
+GIANT = ProgramGrowthView(turns=0, first_prompt_tokens=50_000, context_tokens=10)
 
 
-def test_no_context_is_expected_to_grow_beyond_its_limit_and_all_not_beyond_the_pool() -> None:
-    policy = ExpectedGrowthAdmission(reserve=1.0)
-    full = ProgramGrowthView(turns=1, first_prompt_tokens=100, context_tokens=95)
-    assert expected_growth_tokens(full, GrowthStatistics(), 100) == 5
-    giants = (ProgramGrowthView(turns=0, first_prompt_tokens=50_000, context_tokens=10),) * 3
-    assert policy.may_admit(replace(NEWCOMER, free_blocks=1_020, earlier=giants), 0.0)
-
-
-def test_everyone_enters_where_the_engine_decides() -> None:
-    assert AdmissionPolicy().may_admit(replace(NEWCOMER, free_blocks=0, earlier=(YOUNG,) * 9), 0.0)
+@pytest.mark.parametrize(
+    ("case", "policy", "changes", "enters"),
+    [
+        ("the engine decides", AdmissionPolicy(), {"free_blocks": 0, "earlier": (YOUNG,) * 9}, True),
+        ("all of it fits", GROWS, {"free_blocks": 80}, True),
+        ("a block is missing", GROWS, {"free_blocks": 79}, False),
+        ("half of it fits", ExpectedGrowthAdmission(reserve=0.5), {"free_blocks": 50}, True),
+        ("nothing runs", GROWS, {"free_blocks": 20, "anything_running": False}, True),
+        ("all need no more than the pool", GROWS, {"free_blocks": 1_020, "earlier": (GIANT,) * 3}, True),
+        ("KV was just lost", GROWS, {"since_shortage_s": 0.0}, False),
+        ("30 blocks and a little half of the time later", GROWS, {"since_shortage_s": 299.0}, False),
+        ("then fewer", GROWS, {"since_shortage_s": 301.0}, True),
+        ("KV was never lost", GROWS, {"since_shortage_s": math.inf, "free_blocks": 20}, True),
+        ("but the prompt must fit", GROWS, {"since_shortage_s": math.inf, "free_blocks": 19}, False),
+    ],
+)
+def test_the_gate_shuts_exactly_where_the_growth_no_longer_fits(
+    case: str, policy: AdmissionPolicy, changes: dict[str, Any], enters: bool
+) -> None:
+    entry = replace(NEWCOMER, earlier=(YOUNG, YOUNG), free_blocks=50)
+    assert policy.may_admit(replace(entry, **changes), 0.0) is enters, case
 
 
 def test_priors_hold_until_growth_was_seen() -> None:
     assert expected_growth_tokens(YOUNG, GrowthStatistics(), LONGEST) == pytest.approx(10 * 30)
     seen = GrowthStatistics(MIN_TURNS_SEEN, 7.0, MIN_PROGRAMS_SEEN, 5.0)
     assert expected_growth_tokens(YOUNG, seen, LONGEST) == pytest.approx(4 * 7)
+    assert expected_growth_tokens(YOUNG, GrowthStatistics(), 105) == 5, "up to the longest context"
     few = GrowthStatistics(MIN_TURNS_SEEN - 1, 7.0, MIN_PROGRAMS_SEEN - 1, 5.0)
     assert expected_growth_tokens(YOUNG, few, LONGEST) == pytest.approx(10 * 30)
 
@@ -87,26 +99,6 @@ def test_a_program_older_than_expected_still_grows_by_a_turn() -> None:
     old = GrowthStatistics(MIN_TURNS_SEEN, 50.0)
     aged = ProgramGrowthView(turns=99, first_prompt_tokens=10, context_tokens=900)
     assert expected_growth_tokens(aged, old, LONGEST) == pytest.approx(50.0)
-
-
-def test_the_gate_shuts_exactly_where_the_growth_no_longer_fits() -> None:
-    policy = ExpectedGrowthAdmission(reserve=1.0)
-    # Two earlier programs will each grow by 300 tokens: 60 blocks of 10 are to stay free.
-    entry = replace(NEWCOMER, earlier=(YOUNG, YOUNG))
-    assert policy.may_admit(replace(entry, free_blocks=80), 0.0)
-    assert not policy.may_admit(replace(entry, free_blocks=79), 0.0)
-    assert ExpectedGrowthAdmission(reserve=0.5).may_admit(replace(entry, free_blocks=50), 0.0)
-
-
-def test_nothing_is_reserved_until_kv_was_lost_and_long_after() -> None:
-    policy = ExpectedGrowthAdmission(reserve=1.0)
-    # 60 blocks are reserved right after a loss, 30 half of the time later.
-    entry = replace(NEWCOMER, earlier=(YOUNG, YOUNG), free_blocks=50)
-    assert not policy.may_admit(replace(entry, since_shortage_s=0.0), 0.0)
-    assert not policy.may_admit(replace(entry, since_shortage_s=299.0), 0.0)
-    assert policy.may_admit(replace(entry, since_shortage_s=301.0), 0.0)
-    assert policy.may_admit(replace(entry, since_shortage_s=math.inf, free_blocks=20), 0.0)
-    assert not policy.may_admit(replace(entry, since_shortage_s=math.inf, free_blocks=19), 0.0)
 
 
 # -- admission by the demand that is forecast ------------------------------------------------------
@@ -135,16 +127,6 @@ newcomers = st.builds(
     context_tokens=st.integers(0, 2000),
     remaining=st.lists(st.floats(1, 5000), min_size=1, max_size=8).map(sorted).map(tuple),
 )
-
-
-# -- when ----------------------------------------------------------------------------------
-
-
-@given(needed=needs, room=st.integers(0, 200), steps=st.integers(1, 1000))
-def test_a_shortage_is_seen_within_the_horizon(needed: tuple[float, ...], room: int, steps: int) -> None:
-    reached = [need for point, need in zip(STEP_POINTS, needed, strict=True) if point <= steps]
-    expected = ExpectedDemandForecast(steps=steps).expects_shortage(KvDemandView(needed, room), 0.0)
-    assert expected == (max(reached) > room)
 
 
 # -- admission -----------------------------------------------------------------------------------
@@ -220,45 +202,30 @@ def request(context: int, remaining: tuple[float, ...] | None, name: str = "r") 
 
 left = st.floats(1, 40_000) | st.integers(1, 40_000).map(float) | st.sampled_from(STEP_POINTS[1:]).map(float)
 requests = st.builds(
-    request, st.integers(0, 10**6), st.none() | st.lists(left, min_size=1, max_size=8).map(sorted).map(tuple)
+    request, st.integers(0, 10**6), st.none() | st.lists(left, max_size=8).map(sorted).map(tuple)
 )
 sets = st.lists(requests, max_size=10)
 sizes = st.sampled_from([1, 16, 64])
-demands = st.lists(st.floats(0, 1000), min_size=len(STEP_POINTS), max_size=len(STEP_POINTS))
-steps = st.floats(0, 50_000) | st.just(math.inf)
-
-
-def naive(running: list[RunningRequestView], size: int, step: float) -> float:
-    """Blocks that these need after ``step`` steps, on average over what each may yet write."""
-    tokens = 0.0
-    for view in running:
-        present = view.context_tokens + size / 2
-        if view.remaining is None:
-            tokens += present
-        else:
-            lives = [present + step if remaining > step else 0.0 for remaining in view.remaining]
-            tokens += sum(lives) / len(lives)
-    return tokens / size
 
 
 @given(running=sets, size=sizes)
 def test_the_need_is_the_mean_over_what_each_may_yet_write(
     running: list[RunningRequestView], size: int
 ) -> None:
-    expected = [naive(running, size, point) for point in STEP_POINTS]
+    expected = [float(needed_at(running, size, point)) for point in STEP_POINTS]
     assert needed_blocks(running, size) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("unknown", [None, ()])
-def test_without_history_the_present_demand_is_the_forecast(unknown: tuple[float, ...] | None) -> None:
-    assert needed_blocks([request(152, unknown)], 16) == [10.0] * len(STEP_POINTS)
-
-
-@given(needed=demands, within=steps)
-def test_the_peak_is_the_most_up_to_then(needed: list[float], within: float) -> None:
-    reached = [need for point, need in zip(STEP_POINTS, needed, strict=True) if point <= within]
-    assert peak_demand_blocks(needed, within) == max(reached)
-    assert peak_demand_blocks(iter(needed), math.inf) == max(needed)
+@given(
+    needed=needs, steps=st.integers(1, 50_000) | st.sampled_from(STEP_POINTS[1:]), beside=st.integers(-2, 2)
+)
+def test_a_shortage_is_seen_within_the_horizon(needed: tuple[float, ...], steps: int, beside: int) -> None:
+    highest = max(need for point, need in zip(STEP_POINTS, needed, strict=True) if point <= steps)
+    assert peak_demand_blocks(iter(needed), steps) == highest
+    assert peak_demand_blocks(needed, math.inf) == max(needed)
+    room = round(highest) + beside
+    expected = ExpectedDemandForecast(steps=steps).expects_shortage(KvDemandView(needed, room), 0.0)
+    assert expected == (highest > room)
 
 
 def test_a_shortage_is_looked_for_at_points_that_are_near_enough() -> None:
@@ -271,7 +238,7 @@ def test_a_shortage_is_looked_for_at_points_that_are_near_enough() -> None:
             request(random.randint(100, 1000), (math.ceil(random.lognormvariate(math.log(2000), 1.0)) + 0.0,))
             for _ in range(random.choice((1, 4, 16)))
         ]
-        highest = max(naive(running, 16, view.remaining[0] - 1) for view in running if view.remaining)
+        highest = max(needed_at(running, 16, view.remaining[0] - 1) for view in running if view.remaining)
         lower.append(1 - peak_demand_blocks(needed_blocks(running, 16), math.inf) / highest)
     assert all(0 <= short < 0.16 for short in lower)
     assert fmean(lower) < 0.08

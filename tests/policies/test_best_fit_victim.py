@@ -8,6 +8,7 @@ from itertools import permutations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from running_requests import needed_at, request_sets
 from sojourn_server.policies.forecasting import STEP_POINTS
 from sojourn_server.policies.policy_views import BlockShortage, RunningRequestView
 from sojourn_server.policies.preemption_policies import (
@@ -26,22 +27,6 @@ def request(name: str, position: int, **facts: object) -> RunningRequestView:
 
 
 # -- the rule, said naively ------------------------------------------------------------------
-
-
-def needs(running: list[RunningRequestView], size: int) -> list[Fraction]:
-    """Exactly, and at each point anew."""
-    needed = []
-    for step in STEP_POINTS:
-        tokens = Fraction(0)
-        for view in running:
-            present = view.context_tokens + Fraction(size, 2)
-            if not view.remaining:
-                tokens += present
-            else:
-                lives = [present + step for left in view.remaining if left > step]
-                tokens += sum(lives, Fraction(0)) / len(view.remaining)
-        needed.append(tokens / size)
-    return needed
 
 
 def candidates_of(running: list[RunningRequestView]) -> list[RunningRequestView]:
@@ -64,7 +49,8 @@ def naive(running: list[RunningRequestView], need: BlockShortage) -> tuple[list[
     candidates = candidates_of(running)
 
     def worth(view: RunningRequestView) -> tuple[float, ...]:
-        others = needs([other for other in running if other is not view], need.block_size)
+        rest = [other for other in running if other is not view]
+        others = [needed_at(rest, need.block_size, step) for step in STEP_POINTS]
         most = max(need for at, need in zip(STEP_POINTS, others, strict=True) if at <= HORIZON_STEPS)
         room = need.available_blocks - view.shared_blocks
         own = Fraction(2 * view.context_tokens + need.block_size, 2 * need.block_size)
@@ -85,16 +71,6 @@ def naive(running: list[RunningRequestView], need: BlockShortage) -> tuple[list[
     return ordered, not near
 
 
-lives = st.lists(st.integers(1, 3000).map(float), min_size=1, max_size=8).map(sorted).map(tuple)
-requests = st.builds(
-    RunningRequestView, st.just(""), st.integers(1, 4), st.just(0), st.integers(0, 20),
-    context_tokens=st.integers(1, 2000), output_tokens=st.integers(0, 2000), remaining=st.none() | lives,
-    preemptions=st.integers(0, 4), stayed_tokens=st.integers(0, 130), recover_s=st.floats(0, 5),
-    of_program=st.booleans(), shared_blocks=st.integers(0, 20),
-).map(lambda view: view._replace(blocks=max(view.blocks, view.shared_blocks)))  # fmt: skip
-sets = st.lists(requests, min_size=1, max_size=6).map(
-    lambda views: [view._replace(request_id=f"r{at}", position=at) for at, view in enumerate(views)]
-)
 shortages = st.builds(
     BlockShortage, st.integers(0, 400), st.sampled_from([4, 16, 64]), step_s=st.sampled_from([0.0, 0.05])
 )
@@ -111,7 +87,7 @@ def test_of_very_many_only_the_largest_are_compared() -> None:
 
 
 @settings(max_examples=150)
-@given(running=sets, need=shortages)
+@given(running=request_sets, need=shortages)
 def test_it_chooses_like_a_naive_implementation(
     running: list[RunningRequestView], need: BlockShortage
 ) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import sojourn_server
+from finished_turns import tool_history
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from running_requests import request_sets
 from sojourn.aeg import END
 from sojourn.ids import ProgramId
 from sojourn_server.policies.forecasting import STEP_POINTS, KvDemandView, OutputLengthView
@@ -35,12 +37,11 @@ from sojourn_server.policies.policy_views import (
 from sojourn_server.policies.preemption_policies import PreemptedRequestView, RecoveryMethod
 from sojourn_server.policies.preset import POLICY_CLASSES, Preset, load_preset, preset_names
 from sojourn_server.policies.queue_order_policies import ProgramFcfs, QueueOrderPolicy
-from sojourn_server.programs.windowed_history import ToolHistory
 
 SERVER = Path(sojourn_server.__file__).parent
 PURE_PACKAGES = ("policies", "programs")
 BANNED = {"time", "datetime", "os", "random", "secrets", "logging", "asyncio", "threading", "socket"}
-BANNED |= {"vllm", "torch", "ray", "numpy"}
+BANNED |= {"vllm", "torch", "ray", "numpy", "open", "print", "__import__", "input"}
 
 
 def registered(question: str) -> list[Any]:
@@ -56,13 +57,6 @@ def registered(question: str) -> list[Any]:
     return [pytest.param(policy, id=name) for (_, policy), name in found.items()]
 
 
-def history(durations: list[float]) -> ToolHistory:
-    made = ToolHistory()
-    for i, duration_s in enumerate(durations):
-        made.observe(f"tool{i % 3}", duration_s)
-    return made
-
-
 ranks = st.integers(1, 5)
 times = st.floats(0, 100)
 names = st.sampled_from("abcdefgh").map(ProgramId)
@@ -74,8 +68,10 @@ turns = st.builds(
     reload_s=times,
     mean_evicted_wait_s=times,
     memoryfulness=st.floats(-1, 1),
-    history=st.tuples(st.lists(st.floats(0, 50), min_size=1, max_size=5), st.sampled_from([0, 20, 70])).map(
-        lambda made: history(made[0] * made[1])
+    history=st.builds(
+        lambda durations_s, times: tool_history(tool0=durations_s * times, tool1=durations_s[:1] * times),
+        st.lists(st.floats(0, 50), min_size=1, max_size=5),
+        st.sampled_from([0, 20, 70]),
     ),
     hinted_ttl_s=st.none() | st.floats(0, 300),
     chunked_reload_s=times,
@@ -117,26 +113,6 @@ needs = st.builds(
     running=st.booleans(),
     anything_running=st.booleans(),
 )
-lives = st.none() | st.lists(st.floats(1, 5000), min_size=1, max_size=8).map(sorted).map(tuple)
-running = st.lists(
-    st.builds(
-        RunningRequestView,
-        st.just(""),
-        ranks,
-        st.just(0),
-        st.integers(1, 20),
-        times,
-        times,
-        context_tokens=st.integers(0, 2000),
-        output_tokens=st.integers(0, 2000),
-        remaining=lives,
-        preemptions=st.integers(0, 4),
-        stayed_tokens=st.integers(0, 200),
-        recover_s=times,
-        of_program=st.booleans(),
-    ),
-    max_size=8,
-).map(lambda views: [view._replace(request_id=f"r{i}", position=i) for i, view in enumerate(views)])
 shortages = st.builds(BlockShortage, st.integers(0, 500), st.sampled_from([1, 16]), step_s=st.floats(0, 1))
 written = st.builds(
     OutputLengthView, st.just("r"), st.integers(0, 10**6), st.integers(1, 10**6),
@@ -244,7 +220,7 @@ def test_lease_reclaim_never_starves_a_running_request_or_an_idle_engine(
 
 
 @pytest.mark.parametrize("policy", registered("victim"))
-@given(candidates=running, need=shortages, now=times)
+@given(candidates=request_sets, need=shortages, now=times)
 def test_victim(policy: Any, candidates: list[RunningRequestView], need: BlockShortage, now: float) -> None:
     before = list(candidates)
     chosen = policy.victim(candidates, need, now)
@@ -364,30 +340,16 @@ def test_policies_are_frozen_and_equal_by_value(preset: Preset) -> None:
 # -- imports of the packages -------------------------------------------------------------
 
 
-def imports_of(source: str) -> set[str]:
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.add(node.module or "")
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {
-            "open",
-            "print",
-            "__import__",
-            "input",
-        }:
-            found.add(node.func.id)  # type: ignore[attr-defined]
-    return found
-
-
 PURE_FILES = sorted(path for package in PURE_PACKAGES for path in (SERVER / package).rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", PURE_FILES, ids=lambda path: str(path.relative_to(SERVER)))
 def test_pure_packages_have_no_clock_no_io_no_engine(path: Path) -> None:
-    tops = {name.partition(".")[0] for name in imports_of(path.read_text(encoding="utf-8"))}
-    assert not tops & (BANNED | {"open", "print", "__import__", "input"})
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    used = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    used |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    used |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    assert not BANNED & {name.partition(".")[0] for name in used}
 
 
 def test_core_and_policies_load_without_an_engine() -> None:
