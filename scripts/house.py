@@ -63,7 +63,7 @@ BUDGETS = {
     "core": 4_180,
     "recording": 350,
     "routing": 2_803,
-    "api": 1_735,
+    "api": 1_732,
     "launch": 1_666,
     "vllm": 6_557,
     "gateway": 5_657,

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_errors import websocket_refusal
 from .api_keys import ApiKeys
+from .body_reader import utf8_json
 from .client_identity import SESSION_PATH, ClientIdentity, identify, split_session_path, with_session
 from .engine_rpc import EngineError
 from .event_intake import EventIntake
@@ -97,9 +98,7 @@ class IdentityMiddleware:
         headers = Headers(scope=scope)
         identity = identify(headers, self._session_header)
         if identity is None or self._is_news(identity):
-            messages = await _read_body(receive)
-            receive = _replay(messages, receive)
-            body = _decode(b"".join([message.get("body", b"") for message in messages]))
+            body, receive = await _peek(receive)
             xargs = body.vllm_xargs if isinstance(body.vllm_xargs, dict) else {}
             own = body.session_id if path != "/v1/messages" else None  # vLLM reads none there
             is_hinted = xargs.get("agentic_context") is not None
@@ -152,25 +151,18 @@ def _is_no_false_alarm(record: logging.LogRecord) -> bool:
     return record.msg != "ASGI callable returned without completing handshake." or not _is_refused.get()
 
 
-async def _read_body(receive: Receive) -> list[Message]:
-    """Return the messages of a body, the last of which may say that the client has disconnected."""
+async def _peek(receive: Receive) -> tuple[_Body, Receive]:
+    """Return a request's body, and a function that returns its messages again, and then what ``receive``
+    returns. The last message may say that the client has disconnected."""
     messages = [await receive()]
     while messages[-1].get("more_body", False):
         messages.append(await receive())
-    return messages
-
-
-def _replay(messages: list[Message], receive: Receive) -> Receive:
-    """Return a function that returns ``messages``, and then what ``receive`` returns."""
+    try:
+        body = _decoder.decode(utf8_json(b"".join([message.get("body", b"") for message in messages])))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        body = _Body()  # vLLM answers what is wrong
 
     async def replayed() -> Message:
         return messages.pop(0) if messages else await receive()
 
-    return replayed
-
-
-def _decode(body: bytes) -> _Body:
-    try:
-        return _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _Body()  # vLLM answers what is wrong
+    return body, replayed

@@ -235,10 +235,9 @@ class EngineReply(NamedTuple):
 def parse_json_object(text: str | bytes) -> dict[str, Any] | None:
     """Return the JSON object that ``text`` encodes; ``None`` if it encodes none."""
     try:
-        document = msgspec.json.decode(text)
+        return msgspec.json.decode(text, type=dict)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
-    return document if isinstance(document, dict) else None
 
 
 async def ask_engine(

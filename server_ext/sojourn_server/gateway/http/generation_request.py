@@ -88,8 +88,7 @@ class BodyReader:
             message = f"the body is larger than {self._max_body_bytes} bytes"
             raise RequestRejected(413, "body_too_large", message)
         if self.held_bytes + more > self._max_held_bytes:
-            message = "the gateway holds too many request bodies; try again"
-            raise RequestRejected(503, GATEWAY_FULL, message, 2.0)
+            raise RequestRejected(503, GATEWAY_FULL, "the gateway holds too many bodies; try again", 2.0)
 
 
 _ABSENT = msgspec.Raw(b"")

@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 from starlette.types import Receive, Scope, Send
 
+from ...api.body_reader import utf8_json
 from ...api.client_identity import (
     AGENT_TYPE_HEADER,
     PARENT_HEADER,
@@ -130,6 +131,7 @@ class GenerationProxy:
                 raise RequestRejected(401, INVALID_KEY, message)
             body = await self.bodies.read(headers, receive)
             size = len(body)
+            body = utf8_json(body)
             question = parse_generation_request(
                 api, body, headers, self.session_header, reads_prefixes=self.reads_prefixes
             )
@@ -147,7 +149,7 @@ class GenerationProxy:
             await request.run(receive)
         except RequestRejected as refused:
             await self._refuse(send, api, refused)
-        except InvalidGenerationRequest as error:
+        except (InvalidGenerationRequest, UnicodeDecodeError) as error:
             await self._refuse(send, api, RequestRejected(400, "bad_request", str(error)))
         except (ClientDisconnected, OSError):  # the server raises OSError on a write to a client that left
             self.metrics.disconnects.inc()
