@@ -10,7 +10,6 @@ import sys
 import textwrap
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 from kv_blocks import LAYERS, identity, keys, payload
 from simulated_transfers import LAYER_BYTES, layers_of
 from sojourn_server.kv_transfer.transfer import ReadingPeer, TransferOutcome
-from sojourn_server.kv_transfer.transfer_manager import TransferManager, fetch_stats
+from sojourn_server.kv_transfer.transfer_manager import fetch_stats
 from sojourn_server.kv_transfer.transfer_wire import (
     HEAD_BYTES,
     AbortMessage,
@@ -45,9 +44,8 @@ CONTEXT = keys(*range(8))
 WHOLE = [*CONTEXT, b"tail of t"]
 
 
-@pytest.fixture(params=["unix", "tcp"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"unix:{tmp_path}/d.sock" if request.param == "unix" else "tcp:127.0.0.1:0"
+PATIENT = {"patience_s": PATIENCE_S, "lease_s": 2 * PATIENCE_S}
+"""A busy machine or a closed gate must not look like a hanging store: that has tests of its own."""
 
 
 @pytest.fixture
@@ -57,28 +55,10 @@ def store() -> MemoryStore:
     return made
 
 
-@pytest.fixture
-def pair(store: MemoryStore, address: str) -> Iterator[tuple[TransferManager, TransferManager]]:
-    # A busy machine or a closed gate must not look like a hanging store: that has tests of its own.
-    patient = {"patience_s": PATIENCE_S, "lease_s": 2 * PATIENCE_S}
-    there = manager(store, "d", [address], limits=patient)
-    here = manager(store, "p", limits={**patient, "chunk_bytes": 3 * LAYER_BYTES})
-    yield here, there
-    assert here.close()
-    assert there.close()
-    assert threads_of("p") + threads_of("d") == []
-
-
-def waits_for(gate: threading.Event) -> None:
-    assert gate.wait(PATIENCE_S)
-
-
-def take(blocks: list[memoryview]) -> list[bytes]:
-    return [bytes(block) for block in blocks]
-
-
-def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager]) -> None:
-    here, there = pair
+@pytest.mark.parametrize("address", ["unix:{}/d.sock", "tcp:127.0.0.1:0"])
+def test_a_turn_over_real_sockets(store: MemoryStore, address: str, tmp_path: Path) -> None:
+    there = manager(store, "d", [address.format(tmp_path)], limits=PATIENT)
+    here = manager(store, "p", limits={**PATIENT, "chunk_bytes": 3 * LAYER_BYTES})
     (to,) = there.addresses
     mine = here.node.load("mine", CONTEXT[:3])
     theirs = here.node.load("t", CONTEXT[3:], peer=ReadingPeer(to, 9))
@@ -95,7 +75,7 @@ def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager])
         push.give(layer, layers_of(WHOLE, layer))
     assert ended(prompt) == TransferOutcome(len(WHOLE))
     assert ended(push) == TransferOutcome(len(WHOLE))
-    assert take(prompt.blocks()) == [payload(one) for one in WHOLE]
+    assert [bytes(block) for block in prompt.blocks()] == [payload(one) for one in WHOLE]
     prompt.end()
     assert_clean(here, there)
     mine, theirs = here.stats(Counter(blocks_not_filled=2)), there.stats()
@@ -105,15 +85,18 @@ def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager])
     assert mine["block_s"] > 0
     assert (mine["counts"]["blocks_read"], mine["counts"]["blocks_not_filled"]) == (3, 2)
     assert mine["slots_used"] == theirs["slots_used"] == 0
+    assert here.close()
+    assert there.close()
+    assert threads_of("p") + threads_of("d") == []
 
 
 def test_who_waits_when_the_engine_closes_is_told(store: MemoryStore, tmp_path: Path) -> None:
     gate = threading.Event()
     slow = MemoryStore()
     slow.fill(*CONTEXT)
-    slow.before = lambda what, one: waits_for(gate)
+    slow.before = lambda what, one: wait_until(gate.is_set)
     there = manager(store, "d", [f"unix:{tmp_path}/d.sock"])
-    here = manager(slow, "p", limits={"patience_s": PATIENCE_S, "lease_s": 2 * PATIENCE_S})
+    here = manager(slow, "p", limits=PATIENT)
     load = here.node.load("a", CONTEXT)
     push = here.node.offer("t", there.addresses[0], CONTEXT)
     prompt = there.node.expect("t")
@@ -215,7 +198,6 @@ def test_addresses_that_are_none_are_said_to_be() -> None:
 
 LARGE = identity(block_bytes=4 << 20, layers=2)
 """One Layer Block of it is more than any socket here takes."""
-SOON = {"patience_s": 2.0}
 
 
 class Stuck:
@@ -265,27 +247,15 @@ class Stuck:
         assert not self._thread.is_alive()
 
 
-@pytest.fixture
-def stuck(tmp_path: Path) -> Iterator[Stuck]:
-    made = Stuck(tmp_path / "stuck.sock")
-    yield made
-    made.close()
-
-
-def layer() -> list[memoryview]:
-    return [memoryview(bytes(LARGE.block_bytes // LARGE.layers)) for _ in CONTEXT]
-
-
-def give_all(push: object) -> None:
-    for number in range(LARGE.layers):
-        push.give(number, layer())  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("aborts", [False, True])
-def test_a_peer_that_stops_reading_is_cut_off_and_its_push_has_an_outcome(stuck: Stuck, aborts: bool) -> None:
-    with closing(manager(MemoryStore(LARGE), "p", limits=SOON)) as here:
+def test_a_peer_that_stops_reading_is_cut_off_and_its_push_has_an_outcome(
+    tmp_path: Path, aborts: bool
+) -> None:
+    stuck = Stuck(tmp_path / "stuck.sock")
+    with closing(stuck), closing(manager(MemoryStore(LARGE), "p", limits={"patience_s": 2.0})) as here:
         push = here.node.offer("t", stuck.address, CONTEXT)
-        give_all(push)
+        for layer in range(LARGE.layers):
+            push.give(layer, [memoryview(bytes(LARGE.block_bytes // LARGE.layers)) for _ in CONTEXT])
         assert stuck.has_stopped.wait(PATIENCE_S)
         if aborts:
             wait_until(lambda: here.node.queued_send_bytes > 0)

@@ -90,30 +90,6 @@ def test_heads_of_something_else_are_refused(head: bytes, what: str) -> None:
         decode_head(head)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"\xc0",
-        b"\x91\xa5other",
-        b"\x92\xa4need\xa1t",
-        b"\x93\xa4need\xa1t\x92\x01\xa1x",
-        b"\x93\xa4need\x01\x90",
-    ],
-    ids=[
-        "nothing",
-        "nil",
-        "another message",
-        "a field missing",
-        "a text for a number",
-        "a number for a text",
-    ],
-)
-def test_what_is_no_message_is_refused(body: bytes) -> None:
-    with pytest.raises(PeerWireError, match="not a message of this protocol"):
-        decode(body)
-
-
 def test_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_wire, "MAX_MESSAGE_BYTES", 10)
     with pytest.raises(PeerWireError, match="is too long"):

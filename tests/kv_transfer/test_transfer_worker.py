@@ -46,16 +46,6 @@ def make(tmp_path: Path, store: MemoryStore) -> Iterator[Make]:
         each.close()
 
 
-@pytest.mark.parametrize("tokens", [33, 64, 100, 400, 1000])
-@pytest.mark.parametrize("chunk", [10_000, 96])
-def test_a_cold_prompt_is_pushed_and_the_decode_side_computes_one_token_of_it(
-    make: Make, tokens: int, chunk: int
-) -> None:
-    p, d = make("p", chunk=chunk), make("d")
-    first, second = through(p, d, prompt(1, tokens))
-    assert (first.prefilled, second.prefilled) == (tokens, 1)
-
-
 def test_layers_go_out_while_later_ones_are_computed(make: Make) -> None:
     p, d = make("p"), make("d")
     taken: list[int] = []

@@ -88,8 +88,6 @@ class Job:
 
     request: Request
     max_tokens: int
-    on_device: int
-    """Prompt tokens in the device's own cache."""
     status: Status = Status.WAITING
     computed: int = 0
     """Tokens whose KV the request's blocks contain when all planned steps have ended."""
@@ -175,7 +173,6 @@ class ToyEngine:
         *,
         blocks: int = 400,
         chunk: int = 10_000,
-        max_running: int = 1000,
         limits: dict[str, Any] | None = None,
         stores: Sequence[Any] = (),
         late: Callable[[], bool] = lambda: False,
@@ -218,7 +215,6 @@ class ToyEngine:
         self.blocks = blocks
         self.free = list(range(1, blocks))  # 0 is vLLM's null block
         self.chunk = chunk
-        self.max_running = max_running
         self.jobs: dict[str, Job] = {}
         self.done: dict[str, Job] = {}
         self.received: set[str] = set()
@@ -231,8 +227,8 @@ class ToyEngine:
             assert rank.manager.close()
         assert self.cuda is None or not self.cuda.pinned
 
-    def add(self, request: Request, max_tokens: int = 1, on_device: int = 0) -> Job:
-        job = self.jobs[request.request_id] = Job(request, max_tokens, on_device)
+    def add(self, request: Request, max_tokens: int = 1) -> Job:
+        job = self.jobs[request.request_id] = Job(request, max_tokens)
         job.ends_by_chance = len(self.done) % 2 == 0
         self.planner.arrived(request)
         return job
@@ -249,7 +245,7 @@ class ToyEngine:
         if job is None or job.status is not Status.RUNNING:
             return
         self._release(job)
-        job.computed, job.on_device, job.unknown, job.status = 0, 0, 0, Status.WAITING
+        job.computed, job.unknown, job.status = 0, 0, Status.WAITING
         for step in self.under_way:
             for work in step.works:
                 work.stale |= work.job is job
@@ -351,7 +347,7 @@ class ToyEngine:
                 if not job.computed:
                     self._release(job)
                 job.computed = min(job.computed, job.request.num_tokens - 1)
-            if job.status is Status.WAITING and (self._is_full or not self._admit(job)):
+            if job.status is Status.WAITING and not self._admit(job):
                 continue
             if job.status is not Status.RUNNING:
                 continue
@@ -370,35 +366,25 @@ class ToyEngine:
             works[job] = Work(job, list(job.ids), job.computed, count, job.computed + count == known)
         return list(works.values())
 
-    @property
-    def _is_full(self) -> bool:
-        """Whether so many requests have blocks that no further request is looked up."""
-        return sum(job.status in (Status.RUNNING, Status.REMOTE) for job in self.jobs.values()) >= (
-            self.max_running
-        )
-
     def _admit(self, job: Job) -> bool:
         """Try to admit a waiting request. Returns False if it must wait."""
         if job.computed:
             self.planner.allocated(job.name, job.ids, 0)
             job.status = Status.RUNNING
             return True
-        local = job.on_device // BLOCK_TOKENS * BLOCK_TOKENS
-        found = self.planner.ask(job.name, local)
+        found = self.planner.ask(job.name, 0)
         if found.tokens is None:
             return False
         need = -(-job.request.num_tokens // BLOCK_TOKENS)
         if need > len(self.free):
             return False
         job.ids = [self.free.pop() for _ in range(need)]
+        # The blocks' earlier content belongs to other requests.
+        rows = np.full((need * BLOCK_TOKENS, TOKEN_BYTES), 0xEE, np.uint8)
         for layer in range(LAYERS):
-            here = kv_of(job.request.tokens[:local], layer)
-            # The blocks' earlier content belongs to other requests.
-            others = np.full((need * BLOCK_TOKENS - local, TOKEN_BYTES), 0xEE, np.uint8)
-            rows = np.concatenate([here, others]) if local else others
-            self._run(lambda layer=layer, rows=rows, ids=job.ids: self._write(ids, layer, 0, rows))  # type: ignore[misc]
+            self._run(lambda layer=layer, ids=job.ids: self._write(ids, layer, 0, rows))  # type: ignore[misc]
         self.planner.allocated(job.name, job.ids, found.tokens)
-        job.computed = local + found.tokens
+        job.computed = found.tokens
         assert job.computed <= job.request.num_tokens
         job.status = Status.REMOTE if found.is_async else Status.RUNNING
         return True
