@@ -204,4 +204,8 @@ def assert_played(log: RunLog, programs: Iterable[SmallProgram]) -> None:
         if not turn.preemptions:
             assert turn.computed_tokens + found == turn.prompt_tokens
         assert turn.known_tokens % BLOCK == 0
+        waited_s = turn.preempted_before_first_token_s + turn.preempted_after_s
+        assert (waited_s > 0) <= (turn.preemptions > 0)
+        assert turn.preempted_before_first_token_s <= turn.first_token_s - turn.admitted_s
+        assert turn.preempted_after_s <= turn.finished_s - turn.first_token_s
         assert turn.known_tokens - found <= turn.regenerated_tokens <= turn.computed_tokens

@@ -1,17 +1,18 @@
-"""benchmarks/belady.py: no choice of victims does better, LRU is the run itself, and oracles know."""
+"""benchmarks/belady.py: no choice of victims does better, and LRU is the run itself."""
 
 from __future__ import annotations
 
 import random
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 import pytest
 from script_modules import benchmark
 from simulator_small_runs import SmallRun
-from simulator_small_workload import small_workload
+from simulator_small_workload import small_workload, turns
 
-belady, oracles = benchmark("belady"), benchmark("oracle_policies")
+belady = benchmark("belady")
 
 
 def made_log(seed: int) -> Any:
@@ -45,17 +46,11 @@ def fewest(made: Any) -> int:
         unpinned = sorted(after - set(blocks))
         least = 10**9
         too_many = max(0, len(after) - made.pool_blocks)
-        for victims in _choices(unpinned, too_many):
-            least = min(least, best(index + 1, after - victims, known | set(blocks)))
+        for victims in combinations(unpinned, too_many):
+            least = min(least, best(index + 1, after - {*victims}, known | set(blocks)))
         return lost + least
 
     return best(0, frozenset(), frozenset())
-
-
-def _choices(blocks: list[int], count: int) -> list[frozenset[int]]:
-    from itertools import combinations
-
-    return [frozenset(some) for some in combinations(blocks, count)]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -78,8 +73,7 @@ def test_the_recorded_accesses_replayed_lru_are_the_run(seed: int, asynchronous:
         prepare=lambda simulation: recorders.append(belady.AccessRecorder(simulation)),
     )
     log = recorders[0].close()
-    turns = [turn for program in run.log.programs for turn in program.turns if turn.admitted_s is not None]
-    lost = sum(turn.regenerated_tokens for turn in turns)
+    lost = sum(turn.regenerated_tokens for turn in turns(run.log) if turn.admitted_s is not None)
     replayed = belady.recomputed_tokens(log, "lru")
     # Requests that compute the same block at the same time are one in the replay.
     assert replayed == pytest.approx(lost, rel=0.05)

@@ -10,14 +10,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from script_modules import benchmark
 from simulator_small_runs import SmallCluster, SmallRun
-from simulator_small_workload import (
-    BLOCK,
-    assert_played,
-    small_workload,
-    turns,
-)
+from simulator_small_workload import BLOCK, SmallLoop, assert_played, small_workload, turns
 from sojourn_server.policies.cluster_preset import load_cluster_preset
+from sojourn_server.routing.program_estimates import MIN_FINISHED_PROGRAMS
 from sojourn_server.routing.routing_events import (
     FirstByteSent,
     RecallRequest,
@@ -25,6 +22,7 @@ from sojourn_server.routing.routing_events import (
     SendRequest,
     Tick,
 )
+from sojourn_server.routing.routing_records import RoutedProgram
 from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.simulator.simulated_clients import DEFAULT_TENANT
 from sojourn_server.simulator.simulated_gateway import SimulatedGateway
@@ -128,7 +126,6 @@ class _Recaller(SimulatedGateway):
         self.tick_s = 0.01
         self._after_s = after_s
         self._due: dict[str, tuple[float, str]] = {}
-        self._done: set[str] = set()
         self.recalled: list[str] = []
 
     def take(self, event: Any, now: float) -> list[Any]:
@@ -230,3 +227,34 @@ def test_a_gateway_that_holds_everybody_back_is_given_up():
     assert len(run.log.notes) == 1
     assert "nothing happened for 3600 s although requests waited at the router" in run.log.notes[0]
     assert run.log.virtual_s < 20_000
+
+
+def named(world: SmallLoop, prefix: str) -> SmallLoop:
+    """Programs of two types."""
+    for number, program in enumerate(world.programs):
+        program.instance_id = f"{prefix}{number}"
+        program.agent_type = "even" if number % 2 == 0 else "odd"
+        if number % 2:
+            del program.turns[2:]
+    return world
+
+
+def test_what_was_seen_is_known_when_the_first_program_comes():
+    """What gateway and clients have seen before a run: agents of the same types that have ended."""
+    learn = benchmark("cluster_simulation").learn
+    before = named(small_workload(seed=9, programs=2 * MIN_FINISHED_PROGRAMS), "before").programs
+    for program in before:
+        program.tenant = "t"
+    run = SmallCluster(
+        "sojourn/saga", named(small_workload(seed=3), "p"), until_s=0.001,
+        prepare=lambda simulation: learn(simulation, before),
+    )  # fmt: skip
+    expected = run.core.estimator
+    new = {kind: RoutedProgram(("t", kind), kind, None, 0.0, 0.0) for kind in ("even", "odd")}
+    turns = sorted(len(program.turns) for program in before[::2])
+    assert expected.turns_left(new["odd"]) == 2.0
+    assert 2.0 < expected.turns_left(new["even"]) in turns
+    peaks = [p.plans[-1].prompt_tokens + p.plans[-1].output_tokens for p in before[::2]]
+    size_tokens = expected.size_tokens(new["even"], 1, 10**6)
+    assert min(peaks) <= size_tokens <= max(peaks)
+    assert expected.work_s(new["even"]) > expected.work_s(new["odd"]) > 0.0

@@ -49,26 +49,19 @@ def log(*programs: ProgramLog, busy_s: tuple[float, ...] = (50.0, 80.0)) -> RunL
     )
 
 
-def test_a_change_is_counted_where_turns_were_computed() -> None:
-    row = summarize_run(log(life("a", "0110"), life("b", "000"), life("c", "1."), life("d", ".")))
+def test_changes_utilisation_and_each_replicas_row_counted_by_hand() -> None:
+    lives = life("a", "0110"), life("b", "000"), life("c", "1."), life("d", ".")
+    row = summarize_run(log(*lives, busy_s=(50.0, 80.0, 20.0)))
     # Of a, b and c, of which something was computed; c was only promised another replica.
     assert row.replica_changes == pytest.approx({"programs_share": 1 / 3, "per_program": 2 / 3})
-    assert summarize_run(log(life("d", "."))).replica_changes is None
-
-
-def test_utilisation_is_busy_time_over_all_time() -> None:
-    row = summarize_run(log(life("a", "0"), busy_s=(50.0, 80.0, 20.0)))
     assert row.utilisation == {"min": 0.2, "mean": 0.5, "max": 0.8}
     assert row.device_busy_fraction == pytest.approx(0.5)
-    assert row.replicas == 3
-
-
-def test_each_replica_has_a_row() -> None:
-    first, second = summarize_run(log(life("a", "0110"), life("b", "00"))).per_replica
-    assert (first.replica, first.steps, first.busy_s) == ("r0", 10, 50.0)
-    assert (first.turns, first.output_tokens, first.computed_tokens) == (4, 40, 400)
-    assert first.regenerated_tokens == 20
-    assert (second.replica, second.turns, second.regenerated_tokens) == ("r1", 2, 20)
+    assert [
+        (each.replica, each.steps, each.busy_s, each.turns, each.output_tokens, each.regenerated_tokens)
+        for each in row.per_replica
+    ] == [("r0", 10, 50.0, 5, 50, 20), ("r1", 11, 80.0, 3, 30, 20), ("r2", 12, 20.0, 0, 0, 0)]
+    assert row.per_replica[0].computed_tokens == 500
+    assert summarize_run(log(life("d", "."))).replica_changes is None
 
 
 def test_in_time_is_by_tenant_and_who_may_still_be_in_time_does_not_count() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from simulator_small_runs import SmallRun
-from simulator_small_workload import SmallLoop, small_workload
+from simulator_small_workload import FlatLatency, small_workload, turns
 from sojourn_server.kv_offload.offload_jobs import (
     BlockCopy,
     CopyResult,
@@ -28,23 +28,8 @@ from sojourn_server.simulator.simulator_policies import find_policy
 from sojourn_server.simulator.tier_transfers import TierTransfers
 from sojourn_server.vllm.kv_connector import StepOrders
 
-BLOCK_BYTES = 1000
-HOST_BLOCKS, DISK_BLOCKS = 24, 400
-
-
-class Links:
-    """A block takes a second to or from the device. The disk reads twice as fast as it writes."""
-
-    call_s = 0.0
-
-    def __init__(self, written_bytes_per_s: float = 500.0) -> None:
-        self.written_bytes_per_s = written_bytes_per_s
-
-    def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:
-        return kv_bytes / BLOCK_BYTES
-
-    def disk_s(self, kv_bytes: int, *, to_disk: bool) -> float:
-        return kv_bytes / (self.written_bytes_per_s * (1 if to_disk else 2))
+BLOCK_BYTES = 1_000_000
+"""With ``FlatLatency`` a block takes 1 s to or from the device, 20 s to the disk and 10 s from it."""
 
 
 def files(*keys: bytes) -> list[FileCopy]:
@@ -63,43 +48,39 @@ def told(copies: TierTransfers, now: float) -> OffloadResults | None:
 # -- the lanes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slower", [1, 2])
-def test_each_direction_is_one_lane_first_come_first_served(slower: int) -> None:
-    """At 500 bytes/s a block of 1000 is written in 2 s, and read in 1 s; at half of it in 4 s and 2 s."""
-    copies = TierTransfers(Links(500.0 / slower), BLOCK_BYTES)
+def test_each_direction_is_one_lane_first_come_first_served() -> None:
+    copies = TierTransfers(FlatLatency(), BLOCK_BYTES)
     told(copies, 0.0)
     assert copies.begin_step(orders(spills=files(b"a", b"b")), 10.0) == 10.0, "no step waits for the disk"
-    assert copies.next_done_s() == 10 + 4 * slower
+    assert copies.next_done_s() == 50.0
     copies.begin_step(orders(spills=files(b"c")), 11.0)
-    wrote_s = 10 + 6 * slower  # the third behind the others
-    assert told(copies, 10 + 4 * slower - 0.01) is None
-    ended = told(copies, wrote_s)
+    assert told(copies, 49.9) is None
+    ended = told(copies, 70.0)  # the third behind the others
     assert ended is not None
     assert [*ended.spilled.items()] == [(key, CopyResult.MOVED) for key in (b"a", b"b", b"c")]
     # Another write is no hindrance to reads: that lane is free.
-    began_s = wrote_s + 1
-    copies.begin_step(orders(spills=files(b"d"), stages=files(b"a", b"b", b"c")), began_s)
-    read = told(copies, began_s + 2 * slower)
+    copies.begin_step(orders(spills=files(b"d"), stages=files(b"a", b"b", b"c")), 80.0)
+    read = told(copies, 100.0)
     assert read is not None
     assert read.staged == dict.fromkeys([b"a", b"b"], CopyResult.MOVED)
     assert read.spilled == {b"d": CopyResult.MOVED}
-    assert copies.next_done_s() == began_s + 3 * slower
-    last = told(copies, began_s + 3 * slower)
+    assert copies.next_done_s() == 110.0
+    last = told(copies, 110.0)
     assert last is not None
     assert last.staged == {b"c": CopyResult.MOVED}
     assert copies.next_done_s() == inf
-    assert (copies.to_disk.moved_bytes, copies.from_disk.moved_bytes) == (4000, 3000)
+    assert (copies.to_disk.moved_bytes, copies.from_disk.moved_bytes) == (4 * BLOCK_BYTES, 3 * BLOCK_BYTES)
     assert (copies.to_host.moved_bytes, copies.to_device.moved_bytes) == (0, 0)
 
 
 def test_what_a_step_saves_is_written_once_it_is_in_host_memory() -> None:
-    copies = TierTransfers(Links(), BLOCK_BYTES)
+    copies = TierTransfers(FlatLatency(), BLOCK_BYTES)
     told(copies, 0.0)
     step = orders(saves=[BlockCopy(7, 0), BlockCopy(8, 1)], stores={1: [BlockCopy(9, 2)]}, spills=files(b"a"))
     assert copies.begin_step(step, 0.0) == 2.0
-    assert copies.next_done_s() == 3.0  # the store; the spill is over a second later
+    assert copies.next_done_s() == 3.0  # the store; the spill is over later
     assert told(copies, 3.5).stored == {1: CopyResult.MOVED}  # type: ignore[union-attr]
-    assert copies.next_done_s() == 4.0
+    assert copies.next_done_s() == 22.0
 
 
 # -- bandwidths -------------------------------------------------------------------------------------
@@ -118,31 +99,25 @@ def test_the_disk_of_a_shipped_profile_is_one_drive_for_all_devices(name: str) -
 # -- whole runs -------------------------------------------------------------------------------------
 
 
-def small(policy: str, disk_blocks: int, loop: SmallLoop | None = None) -> SmallRun:
-    return SmallRun(policy, loop or small_workload(seed=7), host_blocks=HOST_BLOCKS, disk_blocks=disk_blocks)
-
-
 def again(made: SmallRun) -> int:
-    return sum(turn.regenerated_tokens for program in made.log.programs for turn in program.turns)
-
-
-def planner_of(made: SmallRun) -> Any:
-    return made.engine.scheduler.connector.planner
+    return sum(turn.regenerated_tokens for turn in turns(made.log))
 
 
 @pytest.mark.parametrize("policy", ["saga+host", "continuum+host"])
 @pytest.mark.parametrize("programs", [12, 24])
 def test_what_host_memory_loses_is_loaded_from_disk(policy: str, programs: int) -> None:
     loop = small_workload(seed=7, programs=programs)
-    without, below = small(policy, 0, loop), small(policy, DISK_BLOCKS, loop)
+    without, below = (
+        SmallRun(policy, loop, host_blocks=24, disk_blocks=disk_blocks) for disk_blocks in (0, 400)
+    )
     assert again(below) < again(without)
-    counts = planner_of(below).counts
+    counts = below.engine.scheduler.connector.planner.counts
     assert counts["staged"] > 0
     # In the small world a block counts as 64 bytes.
     assert below.log.copied_from_disk_bytes == 64 * counts["staged"]
     assert below.log.copied_to_disk_bytes >= 64 * counts["spilled"] > 0
     assert without.log.copied_to_disk_bytes == without.log.copied_from_disk_bytes == 0
-    assert planner_of(without).counts["dropped_on_disk"] == 0
+    assert without.engine.scheduler.connector.planner.counts["dropped_on_disk"] == 0
 
 
 TINY = RunSpec(
@@ -179,11 +154,7 @@ def test_a_bound_whose_memory_fills_up_is_no_bound(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("policies", "ratios", "message"),
     [
-        (
-            "stock,lru-offload",
-            (1.0, 4.0),
-            "but none of stock, lru-offload has a disk; expected a policy with",
-        ),
+        ("stock,lru-offload", (1.0, 4.0), "none of stock, lru-offload has a disk; expected a policy with"),
         ("stock,mori", (0.0, 4.0), "mori: disk_ratio is 4 and cpu_ratio 0, no host memory; expected some"),
         ("mori", (1.0, 1e-9), "disk_ratio is 1e-09, less than one block"),
         ("mori", (1.0, inf), "disk_ratio is inf; expected a number ≥ 0"),
