@@ -17,19 +17,7 @@ from sojourn.wire_codec import MAX_GRAPH_EDGES, MAX_GRAPH_NODES, Outcome, decode
 from sojourn.wire_events import AegReport
 from waiting import wait_until
 
-LOOP = [(START, "plan"), ("plan", "act"), ("act", "act", 0.6), ("act", "plan", 0.3), ("act", END, 0.1)]
-
-
 # ---- declared
-
-
-def test_cycles_are_what_agents_do():
-    graph = Aeg({"plan": (), "act": ("bash", "edit")}, LOOP)
-    assert graph.successors("act") == ("act", "plan", END)
-    assert graph.edges["act", "plan"] == 0.3
-    assert graph.edges["plan", "act"] is None
-    assert graph.complete
-    assert not graph.unreachable()
 
 
 @pytest.mark.parametrize(

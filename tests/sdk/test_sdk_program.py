@@ -12,26 +12,6 @@ from sojourn import runtime
 from sojourn.outgoing_request import LogicalRequest
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 
-
-def test_a_program_starts_and_ends(online):
-    with sojourn.program("fix", agent_type="coder") as p:
-        assert sojourn.current_program() is p
-    start, end = told(online)
-    assert isinstance(start, ProgramStart)
-    assert (start.program_id, start.name, start.agent_type, start.heartbeat) == (p.id, "fix", "coder", True)
-    assert (start.parent_program_id, start.root_program_id, start.call_id) == (None, None, None)
-    assert isinstance(end, ProgramEnd)
-    assert (end.program_id, end.status) == (p.id, "ok")
-    assert [start.seq, end.seq] == [0, 1]
-
-
-def test_an_explicit_id_is_kept_and_may_come_back(online):
-    for _ in range(2):
-        with sojourn.program(id="issue-42") as p:
-            assert p.id == "issue-42"
-    assert [e.program_id for e in told(online)] == ["issue-42"] * 4
-
-
 WRONG = {
     "id": ("", "x" * 257, "é" * 129, "\ud800", 7),
     "parent": ("", 7),
@@ -127,10 +107,3 @@ def test_the_processs_own_program_ends_after_its_requests(server, monkeypatch):
     second.end()
     assert not own.is_open
     assert told(server)[-1].status == "cancelled"
-
-
-def test_the_process_can_be_named_from_outside(server, monkeypatch):
-    monkeypatch.setenv("SOJOURN_PROGRAM_ID", "run-7")
-    sojourn.init(server.url)
-    assert sojourn.headers() == {"X-Session-ID": "run-7"}
-    assert not context_of().sojourn.implicit

@@ -81,9 +81,3 @@ def test_wrap_and_instrument_refuse_what_they_do_not_know():
         sojourn.wrap({})
     with pytest.raises(sojourn.ArgumentError, match="'fortran' is unknown"):
         sojourn.instrument("fortran")
-
-
-def test_caller_mistakes_are_one_family():
-    for kind in (sojourn.ConfigError, sojourn.ArgumentError):
-        assert issubclass(kind, sojourn.SojournError)
-        assert issubclass(kind, ValueError)

@@ -182,5 +182,6 @@ def test_only_the_process_that_claimed_a_named_program_ends_it(python, server, w
     """
     mine = python(code, env={"SOJOURN_PROGRAM_ID": "run-7", "SOJOURN_URL": server.url}).stdout.split()[-1]
     assert {getattr(e, "tool", None) for e in server.events()} - {None} == {"parent", "worker"}
+    assert {e.program_id for e in server.events()} == {"run-7"}
     ends = [(b.emitter, decode_event(raw)) for b in server.batches for raw in b.events]
     assert [emitter for emitter, event in ends if isinstance(event, ProgramEnd)] == [mine]

@@ -12,7 +12,7 @@ import time
 import pytest
 import sojourn
 from sdk_records import told
-from sojourn.program import current_context
+from sojourn.program import NO_CONTEXT, current_context
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 
 
@@ -100,41 +100,6 @@ def test_a_senseless_estimate_is_dropped_and_counted(online, expected_s):
     assert sojourn.stats()["hint_invalid"] == 1
 
 
-def test_functions_of_every_kind_can_be_tools(online):
-    @sojourn.tool
-    def plain(a, *, b):
-        "Doc."
-        return a + b
-
-    @sojourn.tool(name="search", tool_class="web")
-    async def coroutine(a):
-        await asyncio.sleep(0)
-        return a
-
-    @sojourn.tool()
-    def generator():
-        yield 1
-        yield 2
-
-    @sojourn.tool
-    async def agenerator():
-        yield 1
-
-    async def drain():
-        return [item async for item in agenerator()]
-
-    with sojourn.program():
-        assert (plain(1, b=2), plain.__name__, plain.__doc__) == (3, "plain", "Doc.")
-        assert asyncio.run(coroutine(4)) == 4
-        assert list(generator()) == [1, 2]
-        assert asyncio.run(drain()) == [1]
-    starts = told(online, ToolStart)
-    assert [(e.tool, e.tool_class) for e in starts] == [
-        ("plain", None), ("search", "web"), ("generator", None), ("agenerator", None),
-    ]  # fmt: skip
-    assert len(calls(online)) == 8
-
-
 def test_ids_beyond_the_wire_become_their_hash_on_both_ends(online):
     with sojourn.program(), sojourn.tool_call("t", "x" * 257), sojourn.tool_call("t", ""):
         pass
@@ -162,66 +127,71 @@ def ends(server):
     return [e.status for e in told(server, ProgramEnd, ToolStop)]
 
 
-def test_a_program_lasts_as_long_as_the_coroutine_that_a_plain_function_returns(online):
-    @sojourn.program
-    @passed_on
-    async def agent():
-        inside = sojourn.current_program()
-
-        @sojourn.tool
-        @passed_on
-        async def work(n):
-            await asyncio.sleep(0)
-            return n, len(inside.running_tools), sojourn.current_program() is inside
-
-        assert await work(7) == (7, 1, True)
-        assert sojourn.current_program() is inside
-        return inside.is_open, len(inside.running_tools)
-
-    assert asyncio.run(agent()) == (True, 0)
-    assert [type(event) for event in told(online)] == [ProgramStart, ToolStart, ToolStop, ProgramEnd]
-    assert ends(online) == ["ok", "ok"]
-    assert sojourn.current_program() is None
-    assert sojourn.stats()["context_reset_failed"] == 0
+WRAPPED = pytest.mark.parametrize("wrap", [lambda f: f, passed_on], ids=["function", "passed on"])
 
 
-def test_generators_that_a_plain_function_returns(online):
-    @passed_on
-    def items():
-        sent = yield sojourn.current_program()
-        yield sent
+@WRAPPED
+def test_a_function_of_any_kind_is_a_program_and_a_tool_until_its_result_is_over(online, wrap):
+    def state():
+        """The program around the code, and the number of its running tools."""
+        return sojourn.current_program(), len(sojourn.current_program().running_tools)
 
-    @passed_on
-    async def async_items():
-        sent = yield sojourn.current_program()
-        yield sent
+    def plain(a, *, b):
+        "Doc."
+        return a + b, *state()
 
-    running = sojourn.program(items)()
-    p = next(running)
-    assert p.is_open
-    assert sojourn.current_program() is None, "the consumer is outside"
-    assert running.send("x") == "x"
-    assert list(running) == []
+    async def coroutine(a):
+        await asyncio.sleep(0)
+        return a, *state()
+
+    def generator():
+        yield (yield state())
+
+    async def async_generator():
+        yield (yield state())
+
+    def decorated(tool, function):
+        return sojourn.program(tool(wrap(function)))
+
+    def assert_runs(p, running):
+        assert (running, len(p.running_tools), p.is_open) == (1, 1, True)
+        assert current_context.get() is NO_CONTEXT, "the consumer is outside"
+
+    both = decorated(sojourn.tool, plain)
+    assert (both.__name__, both.__doc__) == ("plain", "Doc.")
+    result, p, running = both(1, b=2)
+    assert (result, running, p.is_open) == (3, 1, False)
+    items = decorated(sojourn.tool(), generator)()
+    p, running = next(items)
+    assert_runs(p, running)
+    assert items.send("x") == "x"
+    assert list(items) == []
     assert not p.is_open
 
     async def main():
-        running = sojourn.program(async_items)()
-        p = await anext(running)
-        assert p.is_open
-        assert sojourn.current_program() is None
-        assert await running.asend("x") == "x"
-        await running.aclose()
+        result, p, running = await decorated(sojourn.tool(name="search", tool_class="web"), coroutine)(4)
+        assert (result, running, p.is_open) == (4, 1, False)
+        assert current_context.get() is NO_CONTEXT
+        items = decorated(sojourn.tool, async_generator)()
+        p, running = await anext(items)
+        assert_runs(p, running)
+        assert await items.asend("x") == "x"
+        await items.aclose()
         assert not p.is_open
 
     asyncio.run(main())
-    assert ends(online) == ["ok", "cancelled"]
+    assert [type(event) for event in told(online)] == [ProgramStart, ToolStart, ToolStop, ProgramEnd] * 4
+    assert [(e.tool, e.tool_class) for e in told(online, ToolStart)] == [
+        ("plain", None), ("generator", None), ("search", "web"), ("async_generator", None),
+    ]  # fmt: skip
+    assert ends(online) == ["ok"] * 6 + ["cancelled"] * 2
     assert sojourn.stats()["context_reset_failed"] == 0
 
 
 # ---- async generators and the end of their loop
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, passed_on], ids=["function", "passed on"])
+@WRAPPED
 def test_the_end_of_the_loop_closes_a_decorated_async_generator_once(online, caplog, wrap):
     closed = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 
 import msgspec
@@ -72,12 +71,9 @@ def test_an_id_has_no_control_character(text):
             decode(**{field: text})
 
 
-def test_lone_surrogates_do_not_get_through():
+def test_a_lone_surrogate_cannot_be_encoded():
     with pytest.raises(WireError):
         encode(wire_events.Heartbeat(program_id="\ud800", seq=0))
-    for text in ('{"program_id":"\\ud800"}', '{"program_id":"\ud800"}'):
-        with contextlib.suppress(WireError):
-            decode_context(text)
 
 
 @pytest.mark.parametrize("version", [0, 2, -1, 10**30])
