@@ -148,32 +148,28 @@ def test_a_model_without_completions_is_not_broken():
 
 
 @pytest.mark.parametrize(
-    ("rows", "ok", "said", "advice"),
+    ("live", "ok", "said", "advice"),
     [
-        ((), None, "none yet", "sojourn run --url http://server -- python agent.py"),
-        (3, None, "none yet; 3 requests came without a program", "sojourn run --url http://server -- python"),
+        (frame(), None, "none yet", "sojourn run --url http://server -- python agent.py"),
         (
-            (row("a", name="agent.py", since_s=92.0), row("b", since_s=1.0)), True,
+            frame(untracked_requests=3), None,
+            "none yet; 3 requests came without a program", "sojourn run --url http://server -- python",
+        ),
+        (
+            frame(row("a", name="agent.py", since_s=92.0), row("b", since_s=1.0)), True,
             "2 seen, newest agent.py 8.0s ago", "",
         ),
-        ((row("a", requests=1),), True, "1 seen, newest a now", ""),
+        (frame(row("a", requests=1)), True, "1 seen, newest a now", ""),
+        ((503, {"error": {"message": "busy"}}), None, "not known: 503 busy", ""),
+        ({"v": 1}, None, "not a live frame: Object missing required field `seq`", ""),
     ],
 )  # fmt: skip
-def test_a_server_tells_whether_agents_arrive(rows, ok, said, advice):
-    live = frame(untracked_requests=rows) if isinstance(rows, int) else frame(*rows)
+def test_a_server_tells_whether_agents_arrive(live, ok, said, advice):
     check = checks_of({PROGRAMS: live})["programs"]
     assert (check.ok, check.detail) == (ok, said)
     assert advice in check.next_step
     assert bool(advice) == bool(check.next_step)
-
-
-def test_a_server_whose_programs_are_not_understood_or_told_is_no_fault():
     assert "programs" not in checks_of({})
-    check = checks_of({PROGRAMS: (503, {"error": {"message": "busy"}})})["programs"]
-    assert (check.ok, check.detail) == (None, "not known: 503 busy")
-    check = checks_of({PROGRAMS: {"v": 1}})["programs"]
-    assert check.ok is None
-    assert "not a live frame" in check.detail
 
 
 def environment(monkeypatch, version, import_error=None, devices=0) -> dict[str, doctor.Check]:

@@ -47,26 +47,6 @@ def test_a_gateway_without_engines_switches_nothing(serve: Any) -> None:
     assert result.exit_code == 1
 
 
-@pytest.mark.parametrize(
-    ("status", "error", "said", "next_step"),
-    [
-        (
-            501,
-            {"message": "vLLM's own scheduler", "next": "start it"},
-            "501 vLLM's own scheduler",
-            "start it",
-        ),
-        (401, None, "401 Unauthorized", "pass --api-key, or set VLLM_API_KEY, or else SOJOURN_API_KEY"),
-        (403, {"message": "no admin key is set", "next": "set one"}, "403 no admin key is set", "set one"),
-    ],
-)
-def test_errors_say_what_to_do(serve: Any, status: int, error: Any, said: str, next_step: str) -> None:
-    serve({"/sojourn/v1/policy": (status, {"error": error})})
-    refusal = refused("policy", "off")
-    assert refusal.message.endswith(said)
-    assert refusal.next_step == next_step
-
-
 def test_another_state_is_refused_without_a_request(serve: Any) -> None:
     server = serve({})
     error = refused("policy", "mori")

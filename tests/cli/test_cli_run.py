@@ -133,33 +133,44 @@ def test_mini_is_instrumented_when_the_agent_imports_it(
     assert result.stdout == f"{is_instrumented} 7\n", result.stderr
 
 
-ASK = """
+CLIENTS = {
+    "openai": """
 from openai import OpenAI
 client = OpenAI(base_url=sys.argv[1] + "/v1", api_key="x", max_retries=0)
 client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
-print(sojourn.stats().instrumented if (sojourn := sys.modules.get("sojourn")) else "sojourn is not loaded")
-"""
+""",
+    "litellm": """
+import litellm  # which imports openai itself
+settings = dict(api_base=sys.argv[1] + "/v1", messages=[{"role": "user", "content": "hi"}])
+litellm.completion(model="hosted_vllm/m", **settings)
+""",
+}
+PROBE = "import importlib.util; assert importlib.util.find_spec('openai')"
+INIT = "import sojourn; sojourn.init(sys.argv[1])"
 
 
 @pytest.mark.parametrize(
-    "before",
+    ("client", "before"),
     [
-        "",
-        "import importlib.util; assert importlib.util.find_spec('openai')",
-        "import sojourn; sojourn.init(sys.argv[1])",
-        "import sojourn, importlib.util; sojourn.init(sys.argv[1]); importlib.util.find_spec('openai')",
+        ("openai", ""),
+        ("openai", PROBE),
+        ("openai", INIT),
+        ("openai", f"{INIT}; {PROBE}"),
+        pytest.param("litellm", "", marks=pytest.mark.slow),
     ],
-    ids=["plain", "probed", "init", "init and probed"],
+    ids=["plain", "probed", "init", "init and probed", "litellm"],
 )
-def test_openai_clients_are_instrumented_as_they_are_imported(tmp_path: Path, before: str) -> None:
-    pytest.importorskip("openai")
+def test_clients_are_instrumented_as_they_are_imported(tmp_path: Path, client: str, before: str) -> None:
+    pytest.importorskip(client)
     script = tmp_path / "agent.py"
-    script.write_text(f"import sys\n{before}\n{ASK}")
+    told = "print(*sys.modules['sojourn'].stats().instrumented)"
+    script.write_text(f"import sys\n{before}\n{CLIENTS[client]}\n{told}\n")
     with FakeServer() as server:
-        result = sojourn_run(sys.executable, str(script), server.url, url=server.url)
+        offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        result = sojourn_run(sys.executable, str(script), server.url, url=server.url, **offline)
         assert result.returncode == 0, result.stderr
         (request,) = server.requests
-    assert "openai" in result.stdout
+    assert {client, "openai"} <= set(result.stdout.split())
     assert request.context is not None
     assert request.headers["x-session-id"] == request.context.program_id
 
@@ -168,24 +179,6 @@ def test_an_id_that_no_server_takes_is_refused() -> None:
     result = sojourn_run("true", options=("--program", ""))
     assert result.returncode == 2
     assert "--program has 0 bytes; expected 1 to" in result.stderr
-
-
-@pytest.mark.slow
-def test_litellm_is_instrumented_although_it_imports_openai_itself(tmp_path: Path) -> None:
-    pytest.importorskip("litellm")
-    script = tmp_path / "agent.py"
-    script.write_text(
-        "import sys, litellm\n"
-        "settings = dict(api_base=sys.argv[1] + '/v1', messages=[{'role': 'user', 'content': 'hi'}])\n"
-        "litellm.completion(model='hosted_vllm/m', **settings)\n"
-        "print(*sys.modules['sojourn'].stats().instrumented)\n"
-    )
-    with FakeServer() as server:
-        offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-        result = sojourn_run(sys.executable, str(script), server.url, url=server.url, **offline)
-        assert result.returncode == 0, result.stderr
-        assert server.requests[0].context is not None
-    assert {"litellm", "openai"} <= set(result.stdout.split())
 
 
 def test_the_hook_reads_as_old_python() -> None:

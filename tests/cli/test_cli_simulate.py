@@ -25,6 +25,7 @@ from sojourn_server.simulator.simulation_run import RunSpec, validate_specs
 from sojourn_server.simulator.simulation_suite import SuiteResult, run_suite
 from waiting import wait_until
 
+psutil = pytest.importorskip("psutil")
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="simulate runs vLLM's scheduler")
 
 SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
@@ -108,11 +109,9 @@ def test_contexts_that_do_not_fit(tmp_path: Path, trace: Path) -> None:
     ("arguments", "message"),
     [
         ("--policy contnuum", "did you mean 'continuum'?"),
-        ("--policy stock,unlimitd", "did you mean 'unlimited'?"),
         ("--policy ,", "--policy names no policy"),
         ("--policy none.toml", "policy file none.toml: No such file"),
         ("--hardware h10", "did you mean 'h100'?"),
-        ("--model llama-3-8b", "did you mean 'llama-3.1-8b'?"),
         ("--tp 3", "tp is 3; llama-3.1-8b has 32 heads"),
         ("--max-model-len 200000", "max_model_len is 200,000; llama-3.1-8b takes at most 131,072"),
         ("--pool-tokens 9000 --max-model-len 10000", "use a max_model_len of at most 8992"),
@@ -122,7 +121,6 @@ def test_contexts_that_do_not_fit(tmp_path: Path, trace: Path) -> None:
         ("--hours 0", "--hours is 0"),
         ("--hours inf", "--hours is inf; expected a finite number"),
         ("--disk-ratio 4 --policy stock,admit", "disk_ratio is 4, but none of stock, admit has a disk"),
-        ("--disk-ratio 4 --policy mori --cpu-ratio 0", "mori: disk_ratio is 4 and cpu_ratio 0, no host"),
         ("--warm-up-s 7200", "--warm-up-s 7200 leaves nothing of 3600 virtual s"),
         ("--explain p9@0", "name one of 4, such as p"),
         ("--sweep seed=1,2", "--sweep seed=1,2: cannot sweep 'seed'; expected one of cpu_ratio, disk_ratio"),
@@ -132,9 +130,7 @@ def test_contexts_that_do_not_fit(tmp_path: Path, trace: Path) -> None:
         ("--sweep cpu_ratio=1,2 --programs 20,40", "--programs and --rate make 2"),
         ("--sweep cpu_ratio=1,2 --save runs.json", "--save cannot distinguish the values of --sweep"),
         ("--sweep cpu_ratio=1,2 --explain p1", "--explain cannot distinguish the values of --sweep"),
-        ("--sweep disk_ratio=0,4 --policy stock,lru-offload", "disk_ratio changes nothing for stock, lru"),
         ("--sweep cpu_ratio=0,1 --disk-ratio 4", "disk_ratio is 4 and cpu_ratio 0, no host memory"),
-        ("--sweep cpu_ratio=1,2 --policy stok", "did you mean 'stock'?"),
         ("--sweep rate_per_s=1 --hours 0.01 --warm-up-s 99", "--warm-up-s 99 leaves nothing of 36 virtual s"),
     ],
 )
@@ -144,7 +140,9 @@ def test_a_bad_option_is_named(trace: Path, arguments: str, message: str) -> Non
     assert error.exit_code == 2
 
 
-def engine_profile(path: Path) -> str:
+def test_an_engine_profile_needs_no_model_and_host_memory_only_for_policies_that_have_it(
+    tmp_path: Path, trace: Path
+) -> None:
     profile = EngineProfile(
         model="their-model", hardware="their-box", engine="vllm 0.32.0", block_size=16,
         prefill=PrefillCurve(a_s=0.01, b_s_per_token=1e-4, c_s_per_token2=0.0),
@@ -154,20 +152,12 @@ def engine_profile(path: Path) -> str:
         ),
         steps=StepCosts(0.01, 1e-4, 1e-9, 1e-8, request_s=1e-4, call_s=0.002),
     )  # fmt: skip
+    path = tmp_path / "engine.toml"
     path.write_text(profile.to_toml())
-    return str(path)
-
-
-def test_an_engine_profile_needs_no_model(tmp_path: Path, trace: Path) -> None:
-    profile = engine_profile(tmp_path / "engine.toml")
-    # Host memory was not measured: who has none doesn't care, the others say what is missing.
     for policy in ("stock", "continuum", "free-io"):
-        assert validate_specs([RunSpec(policy=policy, workload=str(trace), hardware=profile)]) == []
-    error = refused(str(trace), "--hardware", profile, "--policy", "stock,lru-offload")
-    assert f"{profile}: limits.kv_bytes_per_token is missing" in error.message
-    error = refused(str(trace), "--hardware", profile, "--policy", "lru-offload", "--model", "llama-3.1-8b")
-    assert "holds no copy bandwidth" in error.message
-    assert "leave tp at 1" in refused(str(trace), "--hardware", profile, "--tp", "2").message
+        assert validate_specs([RunSpec(policy=policy, workload=str(trace), hardware=str(path))]) == []
+    error = refused(str(trace), "--hardware", str(path), "--policy", "stock,lru-offload")
+    assert f"{path}: limits.kv_bytes_per_token is missing" in error.message
 
 
 @pytest.mark.parametrize(
@@ -343,7 +333,6 @@ def test_a_policy_of_ones_own_that_fails_is_no_result(tmp_path: Path, trace: Pat
     assert read_results(out).runs
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for children in /proc")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_everything_and_writes_nothing(tmp_path: Path, number: signal.Signals) -> None:
@@ -359,13 +348,19 @@ def test_an_interrupt_ends_everything_and_writes_nothing(tmp_path: Path, number:
         text=True,
         start_new_session=True,
     ) as process:
+
+        def descendants() -> set[int]:
+            return {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+
+        def alive() -> set[int]:
+            found = psutil.process_iter(["status"])
+            return {one.pid for one in found if one.info["status"] != psutil.STATUS_ZOMBIE}
+
         try:
             # Two workers, and two processes of multiprocessing's own.
-            wait_until(
-                lambda: process.poll() is not None or len(_descendants(process.pid)) >= 4, within_s=120
-            )
+            wait_until(lambda: process.poll() is not None or len(descendants()) >= 4, within_s=120)
             assert process.poll() is None
-            born = _descendants(process.pid)
+            born = descendants()
             (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
             _, said = process.communicate(timeout=120)
         except BaseException:
@@ -375,7 +370,7 @@ def test_an_interrupt_ends_everything_and_writes_nothing(tmp_path: Path, number:
     assert said.strip().splitlines()[-2:] == ["error: interrupted", "next: nothing was written; run it again"]
     assert "Traceback" not in said
     assert list(tmp_path.iterdir()) == []
-    wait_until(lambda: not any(map(_alive, born)))
+    wait_until(lambda: not born & alive())
 
 
 def test_an_interrupt_keeps_the_runs_that_have_finished(
@@ -410,18 +405,3 @@ def test_a_process_that_dies_is_an_error_and_ends_the_others(
 
 def _die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _descendants(process: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    except OSError:  # it has ended since its parent was read
-        return []
-    return [found for child in map(int, children) for found in (child, *_descendants(child))]
-
-
-def _alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -7,7 +7,6 @@ import io
 import json
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 from cli_process import invoke, refused
@@ -134,10 +133,10 @@ def test_once_prints_and_json_names_the_fields(serve: Any) -> None:
     ("answer", "message", "next_step"),
     [
         ((404, "no"), "404", "same release"),
-        ((401, {"error": {"message": "wrong key"}}), "401 wrong key", "--api-key"),
+        ((401, {"error": {"message": "wrong key"}}), "401 wrong key", "--api-key, or set VLLM_API_KEY"),
+        ((403, {"error": {"message": "no admin key", "next": "set one"}}), "403 no admin key", "set one"),
         ((200, {}), "something else than a live frame", "same release"),
         ((503, {"error": {"message": "busy", "next": "try again"}}), "busy", "try again"),
-        (httpx.ConnectError("refused"), "does not answer", "sojourn serve"),
     ],
 )
 def test_a_wrong_server_is_named_with_the_next_step(

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,13 +66,8 @@ def test_every_extra_that_a_message_names_exists() -> None:
     assert set(COMMAND_LINE_PACKAGES) <= named
     for extra in ("vllm", "cpu", "gateway", "ray", "demo", "dev"):
         assert "sojourn[server]" in extras[extra], extra
-
-
-@pytest.mark.parametrize("extra", ["cpu", "demo"])
-def test_what_the_small_models_are_read_with_comes_with_the_extra(extra: str) -> None:
-    """vLLM does not bring gguf, and with a CUDA engine ``make setup`` installs the extra demo and not cpu."""
-    named = {re.split(r"[<>=;\[ ]", each)[0] for each in PROJECT["optional-dependencies"][extra]}
-    assert "gguf" in named
+    for extra in ("cpu", "demo"):  # vLLM does not bring gguf, with which the small models are read
+        assert any(each.startswith("gguf") for each in extras[extra]), extra
 
 
 @pytest.mark.parametrize(
@@ -129,17 +125,13 @@ def test_a_foreign_file_in_place_of_a_package_is_named(tmp_path: Path, name: str
     assert result.returncode == 1
 
 
-def test_run_works_in_the_light_install() -> None:
+def test_run_works_in_the_light_install_and_says_what_is_wrong() -> None:
+    run = partial(without, COMMAND_LINE_PACKAGES, MAIN, "run")
     with FakeServer() as server:
         shown = "import os; print(os.environ['SOJOURN_URL'])"
-        result = without(
-            COMMAND_LINE_PACKAGES, MAIN, "run", "--url", server.url, "--", sys.executable, "-c", shown
-        )
+        result = run("--url", server.url, "--", sys.executable, "-c", shown)
     assert (result.returncode, result.stdout, result.stderr) == (0, f"{server.url}\n", "")
-
-
-def test_run_in_the_light_install_says_what_is_wrong() -> None:
-    result = without(COMMAND_LINE_PACKAGES, MAIN, "run", "--", "no-such-command-here")
+    result = run("--", "no-such-command-here")
     assert result.returncode == 127
     assert "error: there is no command 'no-such-command-here'\nnext: " in result.stderr
 
