@@ -92,10 +92,17 @@ def test_leases_of_later_programs_are_room_for_an_earlier_one(make_engine, clock
     assert engine.ask("stats")["leases"] < 3
 
 
-@pytest.mark.parametrize("policy", ["continuum", "saga"])
-def test_a_program_that_waits_long_is_admitted_if_it_fits(make_engine, clock, policy):
-    """Strangers pass it for a while. To stop them then would cost more than the reserve is worth."""
-    engine = crowd(make_engine, policy)
+@pytest.mark.parametrize(
+    ("policy", "last_tokens"),
+    [("continuum", 320), ("saga", 320), ("continuum", 1120)],
+    ids=["continuum", "saga", "too large"],
+)
+def test_a_program_that_waits_long_is_admitted_if_it_fits_and_else_blocks_later_requests(
+    make_engine, clock, policy, last_tokens
+):
+    """Strangers pass it for a while. To stop them then would cost more than the reserve is worth, unless it
+    does not fit: it then stands in their way, as the head of stock vLLM's queue would."""
+    engine = crowd(make_engine, policy, last_tokens)
     engine.add("early", prompt(9, 32), max_tokens=5)
     engine.step()
     assert "early" in running(engine)
@@ -103,26 +110,13 @@ def test_a_program_that_waits_long_is_admitted_if_it_fits(make_engine, clock, po
     clock.now += 31.0
     engine.add("late", prompt(10, 32), max_tokens=5)
     engine.step()
+    if last_tokens == 1120:
+        assert not {"r2", "late"} & running(engine)
+        assert status(engine, "P2") == "gated"
+        engine.abort("r0")
+        engine.step()
     assert {"r2", "late"} <= running(engine)
     assert status(engine, "P2") == "reasoning"
-    engine.run()
-    assert engine.ask("stats")["requests"] == 0
-
-
-def test_a_program_that_waits_long_and_does_not_fit_blocks_later_requests(make_engine, clock):
-    """It stands in their way, as the head of stock vLLM's queue would."""
-    engine = crowd(make_engine, last_tokens=1120)
-    engine.add("early", prompt(9, 32), max_tokens=5)
-    engine.step()
-    assert "early" in running(engine)
-    clock.now += 31.0
-    engine.add("late", prompt(10, 32), max_tokens=5)
-    engine.step()
-    assert not {"r2", "late"} & running(engine)
-    assert status(engine, "P2") == "gated"
-    engine.abort("r0")
-    engine.step()
-    assert {"r2", "late"} <= running(engine)
     engine.run()
     assert engine.ask("stats")["requests"] == 0
 

@@ -8,6 +8,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sojourn_server.core.event_limits import EVENT_BURST_S, EVENT_SHARE
 from sojourn_server.vllm import scheduler_adapter
+from turns import tool
 
 PATIENCE_S = 5.0
 STEP_S = 0.05
@@ -86,13 +88,11 @@ class GreedyClients:
     def report(self, n: int) -> None:
         """A tool that goes on for ever, and a sign of life of every program."""
         seq = next(self.numbers)
-        program = f"P{n}"
-        tool = {"type": "tool_start", "program_id": program, "seq": seq, "call_id": f"c{seq}", "tool": "bash"}
         beats = [
             {"type": "heartbeat", "program_id": f"P{other}", "seq": next(self.numbers)}
             for other in self.contexts
         ]
-        self.engine.tell({**tool, "expected_s": 1e9}, *beats)
+        self.engine.tell(tool(f"P{n}", seq, f"c{seq}", expected_s=1e9), *beats)
 
     def start(self, n: int | None, prompt: list[int], max_tokens: int) -> None:
         request_id = f"r{next(self.numbers)}"
@@ -245,15 +245,6 @@ def wait_behind_a_rejected_program_s(
     return its.wait_s("S")
 
 
-@pytest.mark.parametrize("policy", ["continuum", "saga"])
-def test_a_request_that_admission_rejects_stops_a_stranger_for_no_longer_than_the_patience(
-    make_engine, clock, policy
-) -> None:
-    stock_s = wait_behind_a_rejected_program_s(make_engine, clock, None)
-    ours_s = wait_behind_a_rejected_program_s(make_engine, clock, policy)
-    assert ours_s <= stock_s + PATIENCE_S + STEP_S
-
-
 def wait_behind_a_leased_program_s(
     make_engine: Callable[..., Any], clock: Any, policy: str | None, returns: bool
 ) -> float:
@@ -277,15 +268,27 @@ def wait_behind_a_leased_program_s(
     return clock.now - begin_s + its.wait_s("S")
 
 
-@pytest.mark.parametrize("returns", [True, False])
-@pytest.mark.parametrize("policy", ["continuum", "saga", "continuum-paper", "static-ttl"])
-def test_a_program_that_waits_for_a_lease_delays_a_stranger_by_no_more_than_the_patience(
-    make_engine, clock, policy, returns
+@pytest.mark.parametrize(
+    ("wait_s", "policies"),
+    [
+        (wait_behind_a_rejected_program_s, ["continuum", "saga"]),
+        *(
+            (
+                partial(wait_behind_a_leased_program_s, returns=returns),
+                ["continuum", "saga", "continuum-paper", "static-ttl"],
+            )
+            for returns in (True, False)
+        ),
+    ],
+    ids=["that admission rejects", "that waits for a lease", "that waits for a lease whose program returns"],
+)
+def test_a_program_delays_a_stranger_by_no_more_than_the_patience(
+    make_engine, clock, wait_s, policies
 ) -> None:
     """Else G waits for A's lease, the stranger for G, and A, which has the lease, for the stranger."""
-    stock_s = wait_behind_a_leased_program_s(make_engine, clock, None, returns)
-    ours_s = wait_behind_a_leased_program_s(make_engine, clock, policy, returns)
-    assert ours_s <= stock_s + PATIENCE_S + STEP_S
+    stock_s = wait_s(make_engine, clock, None)
+    for policy in policies:
+        assert wait_s(make_engine, clock, policy) <= stock_s + PATIENCE_S + STEP_S, policy
 
 
 def test_a_program_that_waits_for_a_lease_leaves_it_while_it_holds_up_no_request(make_engine, clock) -> None:
@@ -317,8 +320,7 @@ def test_with_user_priorities_a_request_does_not_wait_for_the_lease_of_a_less_im
         prompt, hint = range(priority * 1000, priority * 1000 + 320), {"kv_retention_ttl_seconds": 10}
         engine.add(f"{name}1", prompt, priority=priority, program_id=name, context=hint)
         engine.run()
-        tool = {"type": "tool_start", "program_id": name, "seq": 1, "call_id": "c", "tool": "bash"}
-        engine.tell(tool)
+        engine.tell(tool(name))
     running = engine.add("r1", range(40_000, 40_016), max_tokens=4000)
     engine.step()
     if returned:

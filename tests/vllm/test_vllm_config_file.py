@@ -18,8 +18,6 @@ from sojourn_server.launch.serve_command import (
     listen_address,
 )
 
-pytest.importorskip("vllm")
-
 FILE = """
 model: of-the-file
 port: 8123

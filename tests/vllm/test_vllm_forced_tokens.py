@@ -5,23 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from sojourn_server.vllm.forced_tokens import ForcedTokens
+from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = pytest.mark.slow
 
-torch = pytest.importorskip("torch")
 VOCABULARY = 20
-
-
-@pytest.fixture
-def forced():
-    pytest.importorskip("vllm")
-    from sojourn_server.vllm import forced_tokens
-
-    return forced_tokens
-
-
-def config():
-    return SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: VOCABULARY))
 
 
 def params(ids=None):
@@ -36,8 +26,6 @@ class Batch:
         self.outputs: dict[int, list[int]] = {}
 
     def update(self, *, removed=(), added=(), moved=()):
-        from vllm.v1.sample.logits_processor import BatchUpdate
-
         entries = []
         for row, ids in added:
             output: list[int] = []
@@ -54,8 +42,9 @@ FREE = VOCABULARY - 1  # what the logits above choose by themselves
 
 
 @pytest.fixture
-def batch(forced):
-    return Batch(forced.ForcedTokens(config(), torch.device("cpu"), False))
+def batch():
+    config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: VOCABULARY))
+    return Batch(ForcedTokens(config, torch.device("cpu"), False))
 
 
 def test_each_row_follows_its_own_ids_then_goes_free(batch):
@@ -74,9 +63,7 @@ def test_a_resumed_request_goes_on_where_it_was(batch):
     assert batch.step()[1] == 5
 
 
-def test_rows_are_removed_reused_moved_and_swapped(forced, batch):
-    from vllm.v1.sample.logits_processor import MoveDirectionality
-
+def test_rows_are_removed_reused_moved_and_swapped(batch):
     batch.update(added=[(0, [1]), (1, [2]), (2, [3])])
     batch.update(moved=[(0, 1, MoveDirectionality.SWAP)])
     assert batch.step() == [2, 1, 3, FREE]
@@ -105,6 +92,6 @@ def test_an_id_beyond_the_vocabulary_ends_the_forcing(batch):
         ([0, -1], r"\[1\] is -1"),
     ],
 )
-def test_bad_ids_are_refused_with_the_reason(forced, ids, said):
+def test_bad_ids_are_refused_with_the_reason(ids, said):
     with pytest.raises(ValueError, match=said):
-        forced.ForcedTokens.validate_params(params(ids))
+        ForcedTokens.validate_params(params(ids))

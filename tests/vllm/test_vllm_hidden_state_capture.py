@@ -171,12 +171,20 @@ def test_warm_up_and_steps_without_work_are_not_looked_at(runner_class: type) ->
     assert carried(step(worker, ["a"])) is None, "such steps do not count"
 
 
-@RUNNERS
-def test_several_rows_a_request_are_left_alone(runner_class: type, said: list[str]) -> None:
-    """As speculative decoding has them, and as the prompt's logprobs do, that are asked for after."""
+@pytest.mark.parametrize(
+    ("runner_class", "rows", "is_last"),
+    [(FirstRunner, 3, True), (SecondRunner, 3, True), (FirstRunner, 1, False)],
+    ids=["several rows", "several rows, second runner", "not the last pipeline stage"],
+)
+def test_several_rows_a_request_and_earlier_pipeline_stages_are_left_alone(
+    said: list[str], monkeypatch: pytest.MonkeyPatch, runner_class: type, rows: int, is_last: bool
+) -> None:
+    """Several rows as speculative decoding has them, and as the prompt's logprobs do, that are asked for
+    after."""
+    monkeypatch.setattr(hidden_state_capture, "get_pp_group", lambda: SimpleNamespace(is_last_rank=is_last))
     worker = Capturing(runner_class)
     for number in range(2 * CAPTURE_EVERY_STEPS):
-        assert carried(step(worker, ["a", "b"], number, rows=3)) is None
+        assert carried(step(worker, ["a", "b"], number, rows)) is None
     assert said == []
 
 
@@ -196,14 +204,6 @@ def test_a_failure_inside_is_said_once_and_the_step_goes_on(runner_class: type, 
     assert len(worker.logits) == 3 * CAPTURE_EVERY_STEPS
     (line,) = said
     assert line == "sojourn: no hidden states from this model (no batch here)"
-
-
-def test_only_the_last_pipeline_stage_captures(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hidden_state_capture, "get_pp_group", lambda: SimpleNamespace(is_last_rank=False))
-    worker = Capturing()
-    for number in range(CAPTURE_EVERY_STEPS + 1):
-        assert carried(step(worker, ["a"], number)) is None
-    assert said == []
 
 
 def test_what_a_device_has_not_copied_yet_is_handed_out_after_a_later_step() -> None:

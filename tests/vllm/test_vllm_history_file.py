@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sojourn_server.core.scheduler_state import Histories
+from sojourn_server.vllm import history_file as module
+from turns import change_config
+from vllm.config import ParallelConfig
 
 
-def history_file(path: Path, now: float = 0.0) -> Any:
-    from sojourn_server.vllm.history_file import HistoryFile
-
-    return HistoryFile(str(path), now)
+def history_file(path: Path, now: float = 0.0) -> module.HistoryFile:
+    return module.HistoryFile(str(path), now)
 
 
-def histories_of(count: int) -> Any:
-    from sojourn_server.core.scheduler_state import Histories
-
+def histories_of(count: int) -> Histories:
     histories = Histories()
     for _ in range(count):
         histories.tools.observe("bash", 3.0)
@@ -28,10 +28,8 @@ def histories_of(count: int) -> Any:
 
 @pytest.fixture
 def warnings_logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    from sojourn_server.vllm import history_file
-
     logged: list[str] = []
-    monkeypatch.setattr(history_file.logger, "warning", lambda text, *args: logged.append(text % args))
+    monkeypatch.setattr(module.logger, "warning", lambda text, *args: logged.append(text % args))
     return logged
 
 
@@ -48,21 +46,15 @@ def test_ranks_of_a_dense_model_write_files_of_their_own(
     make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM makes each of them an engine of its own, which does not know the number of ranks."""
-    from sojourn_server.simulator import simulated_engine
-    from vllm.config import ParallelConfig
-
     settings = {"history_file": str(tmp_path / "h.json"), "recording_file": str(tmp_path / "recording")}
-    make_config = simulated_engine._engine_vllm_config
     for rank in (0, 1, 2):
 
-        def make_rank(*args: Any, rank: int = rank) -> Any:
-            config = make_config(*args)
+        def make_rank(config: Any, rank: int = rank) -> None:
             config.parallel_config = ParallelConfig(data_parallel_size=3)
             config.parallel_config.data_parallel_index = rank
             config.parallel_config.reconfigure_for_independent_dp_rank()
-            return config
 
-        monkeypatch.setattr(simulated_engine, "_engine_vllm_config", make_rank)
+        change_config(monkeypatch, make_rank)
         make_engine(settings=settings).scheduler.sojourn.shutdown()
     names = {path.name for path in tmp_path.iterdir()}
     ranks = ("", ".rank1", ".rank2")

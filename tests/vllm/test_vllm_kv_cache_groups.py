@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 from cache_group_specs import BLOCK, MORE_GROUPS, WINDOW, serve_alone, state_spec, window_spec
-from sojourn_server.simulator import simulated_engine
 from sojourn_server.vllm.kv_cache_groups import KVCacheGroups, UnsupportedModel
-from turns import last_turn, prompt, tool
+from turns import change_config, last_turn, prompt, tool
 
 
 @pytest.fixture(params=MORE_GROUPS)
@@ -39,43 +38,25 @@ def second_turn(engine: Any, others: int, *, hinted: bool = False) -> dict[str, 
     return last_turn(engine, "A")
 
 
-def test_a_lease_keeps_what_the_next_turn_needs_of_each_group(make_engine, groups):
-    in_memory = second_turn(make_engine("observe", blocks=1000, other_groups=groups), others=0)
+@pytest.mark.parametrize("model", [*MORE_GROUPS, window_spec, state_spec])
+def test_a_lease_keeps_what_the_next_turn_needs_of_each_group(make_engine, monkeypatch, model):
+    """Beside full attention; and of models that have windows in all layers, or states in all layers."""
+    shape, others = {"blocks": 60}, 80
+    if isinstance(model, str):
+        more = MORE_GROUPS[model]()
+        shape, others = {"blocks": 60 * (1 + len(more)), "other_groups": more}, 20
+    else:
+        serve_alone(monkeypatch, model)
+        change_config(monkeypatch, lambda config: setattr(config.cache_config, "mamba_cache_mode", "align"))
+    in_memory = second_turn(make_engine("observe", **{**shape, "blocks": 1000}), others=0)
     assert in_memory["tokens"]["device"] == 336, "the full blocks of 340 tokens"
-    shape = {"blocks": 60 * (1 + len(groups)), "other_groups": groups}
-    evicted = second_turn(make_engine("observe", **shape), others=20)
+    evicted = second_turn(make_engine("observe", **shape), others)
     assert evicted["tokens"]["device"] < 336
     assert evicted["tokens"]["lost"], "and the ledger knows why"
     assert "unknown" not in evicted["tokens"]["lost"]
     for hinted in (False, True):
-        leased = second_turn(
-            make_engine("continuum-paper" if hinted else "fixed-ttl", **shape), 20, hinted=hinted
-        )
-        assert leased["tokens"] == in_memory["tokens"]
-
-
-@pytest.mark.parametrize("alone", [window_spec, state_spec])
-def test_a_lease_keeps_what_the_next_turn_needs_of_a_group_without_full_attention(
-    make_engine, monkeypatch, alone
-):
-    """Some models have windows in all layers, others states in all layers."""
-    serve_alone(monkeypatch, alone)
-    configure = simulated_engine._engine_vllm_config
-
-    def configured(*options: Any) -> Any:
-        config = configure(*options)
-        config.cache_config.mamba_cache_mode = "align"
-        return config
-
-    monkeypatch.setattr(simulated_engine, "_engine_vllm_config", configured)
-    in_memory = second_turn(make_engine("observe", blocks=1000), others=0)
-    assert in_memory["tokens"]["device"] == 336, "the full blocks of 340 tokens"
-    evicted = second_turn(make_engine("observe", blocks=60), others=80)["tokens"]
-    assert (evicted["device"], evicted["lost"]) == (0, {"evicted": 336}), "and the ledger knows why"
-    for hinted in (False, True):
-        policy = "continuum-paper" if hinted else "fixed-ttl"
-        leased = second_turn(make_engine(policy, blocks=60), 80, hinted=hinted)
-        assert leased["tokens"] == in_memory["tokens"]
+        engine = make_engine("continuum-paper" if hinted else "fixed-ttl", **shape)
+        assert second_turn(engine, others, hinted=hinted)["tokens"] == in_memory["tokens"]
 
 
 def test_an_order_of_eviction_by_program_keeps_a_context_in_each_group(make_engine, groups):

@@ -8,9 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import transformers
 from sojourn_server.vllm.kv_connector_settings import model_identity
 from transformers import Llama4Config, LlamaConfig

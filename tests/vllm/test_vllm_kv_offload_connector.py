@@ -14,7 +14,6 @@ from sojourn_server.metrics.live_frame import ProgramRow
 from sojourn_server.simulator import simulated_engine, tier_transfers
 from sojourn_server.vllm import kv_offload_connector
 from sojourn_server.vllm.kv_connector import StepReport
-from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings
 from sojourn_server.vllm.kv_offload_connector import PAUSE_WAIT_S, SojournConnector
 from sojourn_server.vllm.plugin_settings import SettingsError
 from turns import arrive, prompt
@@ -402,24 +401,6 @@ def test_a_pause_completes_if_a_copy_does_not_end(engine: Any, clock: Any, warni
         while scheduler.has_unfinished_requests():
             engine.update_from_output(engine.plan(), KVConnectorOutput())
         clock.now += 100.0
-
-
-@pytest.mark.parametrize(
-    ("extra", "said"),
-    [
-        ({"host_byte": 1}, "unknown connector setting 'host_byte'"),
-        ({"host_bytes": "8GB"}, r"expected AtLeast1 \| Literal"),
-        ({"host_bytes": 100}, "expected at least one block"),
-        ({"host_bytes": 1 << 30, "disk": "/d", "disk_bytes": 1 << 30}, "PYTHONHASHSEED"),
-        ({"host_bytes": 1 << 30, "max_stage_wait_s": -1}, "max_stage_wait_s is -1"),
-    ],
-)
-def test_wrong_settings_are_named(engine: Any, monkeypatch: Any, extra: dict[str, Any], said: str) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    scheduler = engine.scheduler
-    monkeypatch.setattr(scheduler.vllm_config.kv_transfer_config, "kv_connector_extra_config", extra)
-    with pytest.raises(SettingsError, match=said):
-        KVOffloadSettings.read(scheduler.vllm_config, scheduler.kv_cache_config)
 
 
 @pytest.mark.parametrize(

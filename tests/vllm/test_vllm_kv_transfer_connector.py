@@ -8,9 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from sojourn_server.kv_offload.offload_jobs import OffloadResults
 from sojourn_server.kv_transfer.transfer_jobs import AbortJob, PushJob, SaveJob, TransferJobs, TransferResults

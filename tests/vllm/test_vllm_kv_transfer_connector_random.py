@@ -18,8 +18,6 @@ from sojourn_server.simulator.simulated_engine import STOP_TOKEN
 from sojourn_server.vllm.kv_connector import StepReport
 from turns import add_request
 
-pytest.importorskip("vllm")
-
 BLOCK = 4
 PER_FULL = 2
 FULL_TOKENS = BLOCK * PER_FULL

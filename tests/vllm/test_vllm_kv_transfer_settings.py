@@ -7,12 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 from cache_group_specs import attention_spec, chunk_spec, state_spec, window_spec
-from huggingface_hub import constants
 from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend
 from sojourn_server.kv_offload.kv_pages import device_layout
 from sojourn_server.kv_offload.shared_store import IncompatibleStore, SharedStore
@@ -109,14 +105,6 @@ def test_what_is_said_is_worked_out(tmp_path: Path) -> None:
 TWO = {"tensor_parallel_size": 2, "world_size": 2}
 
 
-@pytest.mark.parametrize("settings", [KVOffloadSettings, KVTransferSettings])
-def test_a_failed_load_must_not_fail_its_request(tmp_path: Path, settings: Any) -> None:
-    """As with the connector by hand: the default of vLLM's --kv-transfer-config is "fail"."""
-    extra = {"host_bytes": 1 << 24} if settings is KVOffloadSettings else good(tmp_path)
-    with pytest.raises(SettingsError, match=r'"kv_load_failure_policy": "recompute".*--kv-transfer-config'):
-        read(extra, settings=settings, kv_load_failure_policy="fail")
-
-
 def test_each_of_several_workers_has_its_part(tmp_path: Path) -> None:
     told = {"listen": "tcp:127.0.0.1:8500", "buffer_bytes": 20 * FULL_BYTES}
     first, second = (read(good(tmp_path, **told), parallel={**TWO, "rank": rank}) for rank in (0, 1))
@@ -131,70 +119,12 @@ def test_each_of_several_workers_has_its_part(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "store").iterdir()} == {"rank0of2", "rank1of2"}
 
 
-def test_nodes_with_other_snapshots_of_a_model_have_kv_of_another_kind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for node, commit in (("a", "1" * 40), ("b", "2" * 40)):
-        folder = tmp_path / node / "models--org--name"
-        snapshot = folder / "snapshots" / commit
-        for each in (snapshot, folder / "refs", folder / "blobs"):
-            each.mkdir(parents=True)
-        (folder / "blobs/w").write_bytes(b"weights")
-        (snapshot / "model.safetensors").symlink_to("../../blobs/w")
-        (folder / "refs/main").write_text(commit)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / node))
-        found.append(read(good(tmp_path), model="org/name").identity.model)
-    assert [words.split()[0] for words in found] == [f"org/name@{'1' * 40}", f"org/name@{'2' * 40}"]
-
-
-@pytest.mark.parametrize(
-    ("changed", "what"),
-    [
-        ({"listen": None}, "missing required field `listen`"),
-        ({"listen": "p.sock"}, "listen: .*not an address"),
-        ({"store": 3}, "store is 3; expected `str`, got `int`"),
-        ({"store_layout": "vllm-fs"}, "unknown connector setting 'store_layout'"),
-        ({"store_bytes": 100}, "at least one block of this model, 262144"),
-        (
-            {"buffer_bytes": FULL_BYTES - 1},
-            r"\(--kv-buffer-gib\) .* at least one block of this model, 262144",
-        ),
-        ({"buffer_bytes": 1.5}, "is 1.5; expected `int`"),
-        ({"block_tokens": 40}, "not a whole number of engine blocks of 16"),
-        ({"patience_s": "long"}, "patience_s is 'long'"),
-        ({"patience_s": -1}, "expected 0 < patience_s"),
-        ({"lease_s": 1.0}, "expected 0 < patience_s"),
-        ({"role": "both"}, "role is 'both'; expected Literal.*prefill"),
-        ({"node": ""}, "node is ''; expected `str` of length >= 1"),
-    ],
-    ids=str,
-)
-def test_what_is_wrong_is_named_with_what_was_expected(
-    tmp_path: Path, changed: dict[str, Any], what: str
-) -> None:
-    with pytest.raises(SettingsError, match=what):
-        read(good(tmp_path, **changed))
-
-
-def test_host_memory_supports_windows_beside_full_attention_and_nothing_else(tmp_path: Path) -> None:
-    host = {"host_bytes": 1 << 20}
-    disk = {**host, "disk": str(tmp_path), "disk_bytes": 1 << 20}
-    kind = {"settings": KVOffloadSettings, "kv_connector": "SojournConnector"}
-    assert read(host, other_groups=(window_spec(), window_spec()), **kind).blocks == 64
-    for extra, others, spec, what in (
-        (
-            disk,
-            (window_spec(),),
-            None,
-            r"\(FullAttentionSpec, SlidingWindowSpec\).*a disk, pairs and pipeline parallel support one",
-        ),
-        (host, (window_spec(),), window_spec(), "full attention beside sliding windows"),
-        (host, (chunk_spec(),), None, r"ChunkedLocalAttentionSpec.*--disable-hybrid-kv-cache-manager"),
-        (host, (state_spec(),), None, "clears this model's KV blocks"),
-    ):
-        with pytest.raises(SettingsError, match=what):
-            read(extra, other_groups=others, spec=spec, **kind)
+def test_nodes_with_other_weights_have_kv_of_another_kind(tmp_path: Path) -> None:
+    found = set()
+    for weights in (b"weights", b"others"):
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        found.add(read(good(tmp_path), model=str(tmp_path)).identity.model)
+    assert len(found) == 2
 
 
 def test_groups_share_the_bytes_of_a_block() -> None:
@@ -214,49 +144,84 @@ def test_groups_share_the_bytes_of_a_block() -> None:
     assert (settings.block_bytes, settings.host_slots) == (block_bytes, 10)
 
 
-def test_hashes_must_be_the_same_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED")
-    with pytest.raises(SettingsError, match="PYTHONHASHSEED"):
-        read(good(tmp_path))
+HOST = {"settings": KVOffloadSettings, "kv_connector": "SojournConnector"}
+HOST_BYTES = {"host_bytes": 1 << 24}
+DISK = {**HOST_BYTES, "disk": "/d", "disk_bytes": 1 << 24}
+WINDOWS = {"other_groups": (window_spec(),)}
+FAILED_LOADS = r'"kv_load_failure_policy": "recompute".*--kv-transfer-config'
+ONE_BLOCK = "at least one block of this model, 262144"
 
 
 @pytest.mark.parametrize(
-    ("changed", "shape", "what"),
+    ("extra", "shape", "what"),
     [
+        ({"listen": None}, {}, "missing required field `listen`"),
+        ({"listen": "p.sock"}, {}, "listen: .*not an address"),
+        ({"store": 3}, {}, "store is 3; expected `str`, got `int`"),
+        ({"store_layout": "vllm-fs"}, {}, "unknown connector setting 'store_layout'"),
+        ({"store_bytes": 100}, {}, ONE_BLOCK),
+        ({"buffer_bytes": FULL_BYTES - 1}, {}, rf"\(--kv-buffer-gib\) .* {ONE_BLOCK}"),
+        ({"block_tokens": 40}, {}, "not a whole number of engine blocks of 16"),
+        ({"patience_s": -1}, {}, "expected 0 < patience_s"),
+        ({"lease_s": 1.0}, {}, "expected 0 < patience_s"),
+        ({"role": "both"}, {}, "role is 'both'; expected Literal.*prefill"),
+        ({"node": ""}, {}, "node is ''; expected `str` of length >= 1"),
         ({}, {"block_size": 128}, "a Full Block of 64 tokens is not a whole number of engine blocks of 128"),
         ({}, {"groups": 2}, "2 groups of KV caches"),
         ({}, {"kv_role": "kv_producer"}, "expected 'kv_both'"),
-        ({}, {"kv_load_failure_policy": "fail"}, "expected 'recompute'"),
-        ({}, {"spec": ("SlidingWindowSpec", {"sliding_window": 128})}, "SlidingWindowSpec do not keep the"),
-        ({}, {"spec": ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 64})}, "keep the KV of all"),
+        ({}, {"spec": window_spec()}, "SlidingWindowSpec do not keep the"),
+        ({}, {"spec": chunk_spec()}, "keep the KV of all"),
         (
             {},
-            {"spec": ("FullAttentionSpec", {"sliding_window": 128})},
+            {"spec": attention_spec("FullAttentionSpec", sliding_window=128)},
             "FullAttentionSpec do not keep the KV",
         ),
         ({}, {"parallel": {**TWO, "world_size": 4}}, "context parallel"),
         ({}, {"parallel": {**TWO, "decode_context_parallel_size": 2}}, "context parallel"),
         ({"listen": "tcp:h:65535"}, {"parallel": {**TWO, "rank": 1}}, "at most 65534"),
         ({"buffer_bytes": FULL_BYTES}, {"parallel": TWO}, f"{2 * FULL_BYTES}"),
+        # The default of vLLM's --kv-transfer-config is "fail".
+        ({}, {"kv_load_failure_policy": "fail"}, FAILED_LOADS),
+        (HOST_BYTES, {**HOST, "kv_load_failure_policy": "fail"}, FAILED_LOADS),
+        # A block's key has an adapter's name and not its weights: other weights of that name found its KV.
+        ({}, {"lora": True}, "--enable-lora"),
+        (DISK, {**HOST, "lora": True}, "--enable-lora"),
+        ({**HOST_BYTES, "host_byte": 1}, HOST, "unknown connector setting 'host_byte'"),
+        ({"host_bytes": "8GB"}, HOST, r"expected AtLeast1 \| Literal"),
+        ({"host_bytes": 100}, HOST, "expected at least one block"),
+        ({**HOST_BYTES, "max_stage_wait_s": -1}, HOST, "max_stage_wait_s is -1"),
+        (
+            DISK,
+            {**HOST, **WINDOWS},
+            r"\(FullAttentionSpec, SlidingWindowSpec\).*a disk, pairs and pipeline parallel support one",
+        ),
+        (HOST_BYTES, {**HOST, **WINDOWS, "spec": window_spec()}, "full attention beside sliding windows"),
+        (
+            HOST_BYTES,
+            {**HOST, "other_groups": (chunk_spec(),)},
+            r"ChunkedLocalAttentionSpec.*--disable-hybrid-kv-cache-manager",
+        ),
+        (HOST_BYTES, {**HOST, "other_groups": (state_spec(),)}, "clears this model's KV blocks"),
     ],
-    ids=str,
 )
-def test_engines_that_cannot_be_served_are_refused(
-    tmp_path: Path, changed: dict[str, Any], shape: dict[str, Any], what: str
+def test_what_cannot_be_served_is_named_with_what_was_expected(
+    tmp_path: Path, extra: dict[str, Any], shape: dict[str, Any], what: str
 ) -> None:
-    spec = {"spec": attention_spec(shape["spec"][0], **shape["spec"][1])} if "spec" in shape else {}
     with pytest.raises(SettingsError, match=what):
-        read(good(tmp_path, **changed), **{**shape, **spec})
+        read(extra if "settings" in shape else good(tmp_path, **extra), **shape)
 
 
-def test_adapters_are_refused_where_kv_is_shared_or_outlives_the_engine(tmp_path: Path) -> None:
-    """A block's key has an adapter's name and not its weights: other weights of that name found its KV."""
-    host = {"host_bytes": 1 << 24}
-    disk = {**host, "disk": str(tmp_path), "disk_bytes": 1 << 24}
-    assert read(host, lora=True, settings=KVOffloadSettings).options.disk is None
-    for extra, settings in ((good(tmp_path), KVTransferSettings), (disk, KVOffloadSettings)):
-        with pytest.raises(SettingsError, match="--enable-lora"):
-            read(extra, lora=True, settings=settings)
+def test_host_memory_without_a_disk_keeps_the_kv_of_adapters() -> None:
+    assert read(HOST_BYTES, lora=True, **HOST).options.disk is None
+
+
+@pytest.mark.parametrize("in_pair", [True, False])
+def test_hashes_must_be_the_same_in_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_pair: bool
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED")
+    with pytest.raises(SettingsError, match="PYTHONHASHSEED"):
+        read(good(tmp_path)) if in_pair else read(DISK, **HOST)
 
 
 def on_cuda(cache: Any) -> Any:

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 from sojourn_server.metrics.turn_explanation import explain
 from sojourn_server.programs.statements import PLAN, StepsLeft
-from sojourn_server.simulator import simulated_engine
 from sojourn_server.vllm import scheduler_adapter
-from turns import add_request, end, last_turn, prompt, tool
+from turns import add_request, change_config, end, last_turn, prompt, tool
 
 
 def test_a_lease_survives_traffic_that_would_evict_it(make_engine, clock):
@@ -115,14 +114,7 @@ def test_a_warning_says_that_vllm_caches_no_prefixes(make_engine, monkeypatch, w
     """It turns prefix caching off for some models, whatever was asked for. A lease then keeps nothing."""
     make_engine()
     assert not warnings
-    configure = simulated_engine._engine_vllm_config
-
-    def configured(*options):
-        config = configure(*options)
-        config.cache_config.enable_prefix_caching = False
-        return config
-
-    monkeypatch.setattr(simulated_engine, "_engine_vllm_config", configured)
+    change_config(monkeypatch, lambda config: setattr(config.cache_config, "enable_prefix_caching", False))
     engine = make_engine()
     assert "prefix caching is off" in warnings[0]
     engine.add("a1", prompt(1, 300), program_id="A")

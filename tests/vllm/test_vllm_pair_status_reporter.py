@@ -10,9 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from sojourn_server.api.engine_rpc import StockEngineError
 from sojourn_server.vllm import kv_transfer_connector
 from sojourn_server.vllm.endpoint import VllmEngine
@@ -76,7 +73,10 @@ def make_core(make_paths_engine: Any) -> Callable[..., Core]:
 def test_a_member_tells_what_a_gateway_needs(make_core: Any, policy: str | None) -> None:
     core = make_core(policy)
     identity = core.scheduler.connector.settings.identity
+    core.ask("programs")
+    assert core.model_executor.asked == 0, "only what tells of the worker asks it"
     capabilities = core.ask("capabilities")
+    assert core.model_executor.asked == 1
     assert capabilities["paths"] == {
         "role": "decode",
         "peer": "tcp:10.0.0.7:8500",
@@ -98,15 +98,9 @@ def test_a_member_tells_what_a_gateway_needs(make_core: Any, policy: str | None)
     assert stats["requests"] == {}
     core.scheduler.connector.planner.counts["decode"] += 1
     assert core.ask("stats")["paths"]["requests"] == {"decode": 1}
-
-
-@pytest.mark.parametrize("policy", [None, "observe"])
-def test_after_a_reset_it_is_a_member_of_no_pair(make_core: Any, policy: str | None) -> None:
-    core = make_core(policy)
-    assert core.ask("capabilities")["paths"]
     assert core.scheduler.reset_prefix_cache()
     core.scheduler.connector.has_pending_push_work()  # asked before each step
-    assert core.ask("capabilities")["paths"] is None
+    assert core.ask("capabilities")["paths"] is None, "after a reset it is a member of no pair"
 
 
 @pytest.mark.parametrize("policy", [None, "observe"])
@@ -172,14 +166,6 @@ def test_an_engine_without_a_role_is_no_member(make_core: Any) -> None:
     core = make_core("observe", role=None, node=None)
     assert core.ask("capabilities")["paths"] is None
     assert core.ask("stats")["paths"]["slots"] == 10
-
-
-def test_only_what_tells_of_the_worker_asks_it(make_core: Any) -> None:
-    core = make_core("observe")
-    core.ask("programs")
-    assert core.model_executor.asked == 0
-    core.ask("capabilities")
-    assert core.model_executor.asked == 1
 
 
 def test_engines_of_no_pair_say_so(make_engine: Any) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from sojourn_server.core.request_table import QueuePlace, QueueState
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
-from sojourn_server.policies.placement.placement_views import Tier
-from sojourn_server.vllm.offload_manager import host_eviction_rank
 from sojourn_server.vllm.waiting_queue import PolicyRequestQueue
 from test_vllm_preemption_faults import Timed
 from turns import add_request, last_turn, prompt, running, waiting
@@ -134,16 +132,6 @@ def test_the_peeked_request_is_popped_though_another_is_admitted_meanwhile() -> 
         queue.peek_request()
 
 
-# -- labels (M5) ---------------------------------------------------------------------------------------
-
-
-def test_host_memory_keeps_idle_programs_longest() -> None:
-    """§4.3.2: "CPU DRAM: … then busy, then idle"; the device has the last two the other way round."""
-    busy, idle, cold, inactive = Tier
-    assert sorted(Tier, key=host_eviction_rank) == [inactive, cold, busy, idle]
-    assert host_eviction_rank(cold) is RetentionRank.COLD, "whose blocks are kept as idle ones until written"
-
-
 # -- down and up again ---------------------------------------------------------------------------------
 
 
@@ -190,6 +178,7 @@ def test_a_program_promoted_from_disk_is_read_from_disk(on_disk: Worker) -> None
     assert placed(engine) == {"device": 1, "disk": 1}
     assert program(engine, "A")["placed"] == "disk"
     assert len(on_disk.disk) == 30, "by order, though host memory has room"
+    assert ranks(on_disk, "A") == {RetentionRank.COLD: 30}
     for entry in list(planner(engine).host):
         planner(engine).host.remove(entry)
     on_disk.clock.now += 10.0

@@ -6,9 +6,6 @@ import re
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from sojourn_server.core.events_and_actions import TurnFinishReason
 from sojourn_server.vllm import compat, tool_call_reader
 from sojourn_server.vllm.tool_call_reader import ToolCallReader, TurnEnd, turn_end

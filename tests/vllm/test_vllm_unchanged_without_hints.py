@@ -63,20 +63,26 @@ def preemptions_of(engine) -> list[str]:
     return preempted
 
 
+def assert_steps_are_stocks(make_engine, shape, policies, seeds, *, grammars: float = 0.0) -> None:
+    preempted = []
+    for seed in seeds:
+        stock = make_engine(None, **shape)
+        preempted.append(preemptions_of(stock))
+        expected = random_load(stock, seed, grammars=grammars)
+        for policy in policies:
+            ours = make_engine(policy, **shape)
+            assert random_load(ours, seed, grammars=grammars) == expected, (policy, seed)
+    assert all(preempted), "the load must be heavy enough to mean something"
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("scheduling_policy", ["fcfs", "priority"])
 def test_without_hints_every_step_is_stock_vllms(make_engine, asynchronous, scheduling_policy):
     shape = {**SHAPE, "asynchronous": asynchronous, "scheduling_policy": scheduling_policy}
-    for seed in range(4):
-        stock = make_engine(None, **shape)
-        preempted = preemptions_of(stock)
-        expected = random_load(stock, seed)
-        assert preempted, "the load must be heavy enough to mean something"
-        policies = ["observe", "continuum", "tetris"]
-        if scheduling_policy == "fcfs":  # a policy that places programs is refused with priorities
-            policies.append("sojourn")
-        for policy in policies:
-            assert random_load(make_engine(policy, **shape), seed) == expected, policy
+    policies = ["observe", "continuum", "tetris"]
+    if scheduling_policy == "fcfs":  # a policy that places programs is refused with priorities
+        policies.append("sojourn")
+    assert_steps_are_stocks(make_engine, shape, policies, range(4))
 
 
 @pytest.mark.parametrize(
@@ -86,30 +92,15 @@ def test_with_requests_that_wait_for_a_grammar_as_well(make_engine, scheduling_p
     """They are admitted after later requests. So the last request that was admitted is not the last that
     arrived, and a preempted request is not always the earliest that waits."""
     shape = {**SHAPE, "scheduling_policy": scheduling_policy}
-    for seed in seeds:
-        expected = random_load(make_engine(None, **shape), seed, grammars=0.3)
-        for policy in ("observe", "continuum"):
-            assert random_load(make_engine(policy, **shape), seed, grammars=0.3) == expected, (policy, seed)
+    assert_steps_are_stocks(make_engine, shape, ("observe", "continuum"), seeds, grammars=0.3)
 
 
 @pytest.mark.parametrize("groups", MORE_GROUPS)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_with_several_cache_groups_as_well(make_engine, groups, asynchronous):
     more = MORE_GROUPS[groups]()
-    shape = {
-        **SHAPE,
-        "blocks": 65 + 20 * len(more),
-        "asynchronous": asynchronous,
-        "other_groups": more,
-    }
-    preempted = []
-    for seed in range(3):
-        stock = make_engine(None, **shape)
-        ours = make_engine("continuum", **shape)
-        counted = preemptions_of(stock)
-        assert random_load(ours, seed) == random_load(stock, seed)
-        preempted += counted
-    assert preempted, "the load must be heavy enough to mean something"
+    shape = {**SHAPE, "blocks": 65 + 20 * len(more), "asynchronous": asynchronous, "other_groups": more}
+    assert_steps_are_stocks(make_engine, shape, ["continuum"], range(3))
 
 
 @pytest.mark.parametrize("groups", [None, *MORE_GROUPS])
@@ -182,6 +173,7 @@ def test_a_diffusion_model_is_refused_because_it_needs_vllms_scheduler(asynchron
         ({"lease_budget_fraction": "much"}, "expected `float`"),
         ({"max_programs": 0}, "max_programs"),
         ({"profile_file": "/nowhere/profile.toml"}, "profile_file"),
+        ({"compute_quota_s": 0.3}, "sojourn profile measures one"),
     ],
 )
 def test_a_wrong_setting_is_named_at_start(make_engine, settings, named):

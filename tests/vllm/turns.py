@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
+from sojourn_server.simulator import simulated_engine
 from sojourn_server.simulator.simulated_engine import STOP_TOKEN
 from sojourn_server.vllm.kv_connector import StepReport
 from vllm.sampling_params import SamplingParams
@@ -34,6 +35,18 @@ def tool(program: str, seq: int = 1, call: str = "c", **fields: object) -> dict[
 def end(program: str, seq: int = 1000) -> dict[str, object]:
     """The event that a program ends."""
     return {"type": "program_end", "program_id": program, "seq": seq}
+
+
+def change_config(monkeypatch: Any, change: Callable[[Any], None]) -> None:
+    """Let engines that are made from now on have a changed configuration of vLLM."""
+    configure = simulated_engine._engine_vllm_config
+
+    def configured(*options: Any) -> Any:
+        config = configure(*options)
+        change(config)
+        return config
+
+    monkeypatch.setattr(simulated_engine, "_engine_vllm_config", configured)
 
 
 def last_turn(engine: Any, program: str) -> dict[str, Any]:
