@@ -1,7 +1,8 @@
-"""Checks of this machine's memory before an engine starts. ``tests/cli`` has those of folders."""
+"""Checks of this machine's memory and paths before an engine starts. ``tests/cli`` has those of stores."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,28 @@ def test_host_memory_and_buffers_of_a_pair_are_checked_together(
     memory = MachineMemory(8 * GIB, 8 * GIB, "this machine")
     monkeypatch.setattr(kv_options, "read_memory", lambda: memory)
     wanted = PrefillDecodeOptions(role="prefill", store=str(tmp_path), buffer_gib=4)
-    assert check_machine(KvOffloadOptions(host_gib="4"), wanted, "0.32.0", None) == []
+    assert check_machine(KvOffloadOptions(host_gib="4"), wanted, {}, "0.32.0", "m") == []
     with pytest.raises(InvalidOption, match="--kv-host-gib plus --kv-buffer-gib is 9; expected at most"):
-        check_machine(KvOffloadOptions(host_gib="5"), wanted, "0.32.0", None)
+        check_machine(KvOffloadOptions(host_gib="5"), wanted, {}, "0.32.0", "m")
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("", "is a directory; expected a file"),
+        ("file/new/h", "file/new cannot be used: Not a directory"),
+        ("/proc/new/h", "/proc/new cannot be used"),
+        ("new/folder/h", ""),
+    ],
+)
+def test_a_path_at_which_nothing_can_be_written_is_refused(tmp_path: Path, path: str, why: str) -> None:
+    (tmp_path / "file").write_text("")
+    files = {"--sojourn-history": str(tmp_path / path), "--sojourn-network": None}
+    with pytest.raises(InvalidOption, match=why) if why else nullcontext():
+        check_machine(KvOffloadOptions(), PrefillDecodeOptions(), files, None, "m")
+    with pytest.raises(InvalidOption, match="/proc/kv cannot be used"):
+        check_machine(KvOffloadOptions(disk="/proc/kv"), PrefillDecodeOptions(), {}, None, "m")
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
 # -- memory ----------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from ..launch.engine_flags import EngineFlags, InvalidOption, engine_workers, fl
 from ..launch.kv_options import KvOffloadOptions, PrefillDecodeOptions, check_machine
 from ..launch.launch_environment import detect_launch_environment
 from ..launch.model_config import check_layers, connector_refusal, only_vllm_refusal, read_model_config
-from ..launch.weights_fingerprint import known_weights
 from ..models import CHAT_TEMPLATE, LOCAL_MODELS, ModelError, is_cached, model_directory, resolve_model
 from ..policies.preset import Preset, load_preset, preset_names, read_preset
 from ..policies.preset_store import DEFAULT_PRESET
@@ -91,11 +90,12 @@ def serve(
     given = EngineFlags.read(engine_args)
     is_changed = any(map(given.has, ("--hf-overrides", "--hf-config-path")))
     config = None if is_changed else read_model_config(model_path, given.value("--revision"))
+    own = _fields_of(serve_command.ServeOptions, options)
     is_printed = False
     try:
         command = serve_command.build_command(
             serve_command.ServeOptions(
-                **_fields_of(serve_command.ServeOptions, options),
+                **own,
                 model=model,
                 model_path=model_path,
                 reads_hidden_states=preset is not None and preset.output_length.reads_hidden_states,
@@ -120,9 +120,9 @@ def serve(
         if dry_run:  # before the checks of this machine, since the command may be for another one
             sys.stdout.write(command.as_shell() + "\n")
             is_printed = True
-        if tiers.any or pair.any:
-            facts = compat.installed_vllm(), known_weights(model_path), engine_workers(command.flags)
-            print_note(*check_machine(tiers, pair, *facts))
+        files = {"--sojourn-history": own["history_file"], "--sojourn-network": own["network_file"]}
+        facts = compat.installed_vllm(), model_path, engine_workers(command.flags)
+        print_note(*check_machine(tiers, pair, files, *facts))
         if dry_run:
             return
         if address is not None:

@@ -52,6 +52,7 @@ import json
 import os
 import stat
 import struct
+import tempfile
 import threading
 import time
 import zlib
@@ -215,10 +216,8 @@ def blocks_per_full(engine_block_tokens: int, block_tokens: int) -> int:
     """Return the number of engine blocks per Full Block. Raises ``ValueError`` if ``block_tokens`` is not a
     positive multiple of ``engine_block_tokens``."""
     if engine_block_tokens < 1 or block_tokens < engine_block_tokens or block_tokens % engine_block_tokens:
-        raise ValueError(
-            f"a Full Block of {block_tokens} tokens is not a whole number of engine blocks of "
-            f"{engine_block_tokens}; choose a multiple of the engine's --block-size"
-        )
+        blocks = f"engine blocks of {engine_block_tokens}; choose a multiple of the engine's --block-size"
+        raise ValueError(f"a Full Block of {block_tokens} tokens is not a whole number of {blocks}")
     return block_tokens // engine_block_tokens
 
 
@@ -240,9 +239,9 @@ def check_root(root: Path, known: Mapping[str, Any], weights: str | None = None)
                         differences.append(("model", manifest.get("model"), f"{weights} …"))
     if found and all(found.values()):
         raise IncompatibleStore(*min(found.items(), key=lambda each: len(each[1])))
-    parent = next(folder for folder in (root, *root.parents) if folder.exists())
-    if not found and not os.access(parent, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
+    if not found:
+        parent = next(folder for folder in (root, *root.parents) if folder.exists())
+        os.rmdir(tempfile.mkdtemp(dir=parent))  # /proc, for one, takes no folder, but claims to be writable
 
 
 def check_private(store: Path) -> None:

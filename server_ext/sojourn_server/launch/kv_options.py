@@ -19,6 +19,7 @@ from ..kv_offload.shared_store import IncompatibleStore, check_root
 from ..kv_transfer.peer_transport import parse_address
 from .engine_flags import EngineFlags, InvalidOption, own_flag, parallel_size, refuse
 from .launch_environment import MachineMemory, read_memory
+from .weights_fingerprint import known_weights
 
 GIB = 1 << 30
 AUTO = "auto"
@@ -245,15 +246,16 @@ def _check_size(flag: str, gib: float) -> None:
 def check_machine(
     tiers: KvOffloadOptions,
     pair: PrefillDecodeOptions,
+    files: Mapping[str, str | None],
     vllm_version: str | None,
-    weights: str | None,
+    model: str,
     workers: int = 1,
 ) -> list[str]:
     """Return one-line notes on options that may cause trouble later. Raises ``InvalidOption`` for an option
     that the engine will surely reject. The engine, which alone knows all parts of a store's identity, checks
-    everything again. The check writes nothing.
+    everything again. The check leaves no file.
 
-    ``weights``: result of ``known_weights``. ``workers``: of the engine. ``None`` means unknown."""
+    ``files``: those that the engine saves, by flag. ``workers``: of the engine."""
     sizes = {"--kv-host-gib": host_size_gib(tiers.host_gib)}
     if pair.store is not None:
         sizes["--kv-buffer-gib"] = pair.buffer_gib
@@ -264,7 +266,11 @@ def check_machine(
             )
     for flag, folder in (("--kv-disk", tiers.disk), ("--kv-store", pair.store)):
         if folder is not None:
-            _check_store(flag, folder, vllm_version, weights, workers)
+            _check_store(flag, folder, vllm_version, known_weights(model), workers)
+    for flag, file in files.items():
+        if file is not None:
+            refuse({f"{flag} {file} is a directory; expected a file": Path(file).is_dir()})
+            _check_store(flag, str(Path(file).parent))
     given = {flag: gib for flag, gib in sizes.items() if gib}
     return check_host_memory(sum(given.values()), read_memory(), " plus ".join(given))
 
@@ -287,10 +293,10 @@ def check_host_memory(host_gib: float, memory: MachineMemory, flag: str) -> list
 
 
 def _check_store(
-    flag: str, directory: str, vllm_version: str | None, weights: str | None, workers: int
+    flag: str, directory: str, vllm_version: str | None = None, weights: str | None = None, workers: int = 1
 ) -> None:
-    """Raise ``InvalidOption`` if the engine would reject a directory, because it has only KV of other models.
-    Errors name the ``flag``, and the directory as the user wrote it."""
+    """Raise ``InvalidOption`` if a directory cannot be written, or has only KV that the engine would reject.
+    Errors name the ``flag``, and the directory as the user wrote it. ``None`` means unknown."""
     root = Path(os.path.realpath(directory))  # the path that the engine opens
     # Several workers have a folder each.
     folder = root if workers == 1 else root / f"rank0of{workers}"
@@ -303,5 +309,5 @@ def _check_store(
     except OSError as error:
         raise InvalidOption(
             f"{flag} {directory} cannot be used: {error.strerror}",
-            f"give {flag} a directory that this user can write",
+            f"give {flag} a path that this user can write",
         ) from None

@@ -18,23 +18,16 @@ def redacted(argv: Sequence[str]) -> list[str]:
     shown: list[str] = []
     secret = False
     for arg in argv:
-        if arg.startswith("--"):
+        if arg.startswith("-"):
             flag, equals, _ = arg.partition("=")
-            secret = _is_secret(flag)
+            name = flag.replace("_", "-")  # argparse accepts abbreviations, such as --api-k
+            secret = len(name) >= len("--hf-") and any(known.startswith(name) for known in SECRET_FLAGS)
             shown.append(f"{flag}={HIDDEN}" if secret and equals else without_userinfo(arg))
-        elif secret and not arg.startswith("-"):
-            shown.append(HIDDEN)  # --api-key takes several values: hide all arguments up to the next flag
-        else:
-            secret = secret and not arg.startswith("-")
-            shown.append(without_userinfo(arg))
+        else:  # --api-key takes several values: hide all arguments up to the next flag
+            shown.append(HIDDEN if secret else without_userinfo(arg))
     return shown
 
 
 def without_userinfo(text: str) -> str:
     """Return ``text`` with ``***`` for the name and password of each URL in it."""
     return _USERINFO.sub(HIDDEN, text)
-
-
-def _is_secret(flag: str) -> bool:
-    name = flag.replace("_", "-")  # argparse accepts abbreviations, such as --api-k
-    return len(name) >= len("--hf-") and any(known.startswith(name) for known in SECRET_FLAGS)
