@@ -1,8 +1,8 @@
 """Scenarios of a framework, and the events that it must report for each.
 
 Each ``scenarios_<framework>.py`` has a list ``SCENARIOS`` and a dict ``ABSENT`` (row → why this framework
-has no such thing). ``test_frameworks_scenarios.py`` plays every scenario against the fake server and the
-real engine, with and without instrumentation. A play file imports its framework inside functions.
+has no such thing). ``test_frameworks_scenarios.py`` plays every scenario against the fake server, with
+and without instrumentation. A play file imports its framework inside functions.
 """
 
 from __future__ import annotations
@@ -86,6 +86,13 @@ class Scenario(NamedTuple):
     def in_order(self) -> bool:
         """Whether the order of the scenario's requests is fixed."""
         return self.row != "parallel" and "branches" not in self.name
+
+
+class StreamPiece(NamedTuple):
+    """One piece of a streamed answer, as a play returns it."""
+
+    kind: str
+    text: str = ""
 
 
 def scenarios_of(framework: str, *needs: str) -> Callable[..., Scenario]:
