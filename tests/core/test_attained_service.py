@@ -9,7 +9,7 @@ from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart
 from sojourn_server.core.events_and_actions import TurnFinishReason
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
-from sojourn_server.policies.policy_views import RunningRequestView, WaitingRequestView
+from sojourn_server.policies.policy_views import RunningRequestView
 from sojourn_server.policies.preset import parse_preset
 from sojourn_server.programs.program_status import ProgramStatus
 from virtual_engine import VirtualEngine, chain, prompt
@@ -19,59 +19,63 @@ def engine() -> VirtualEngine:
     return VirtualEngine("autellix")
 
 
-def turn(engine: VirtualEngine, program: str, waits_s: float, runs_s: float) -> None:
+def turn(engine: VirtualEngine, program: str, runs_s: float) -> None:
     request = engine.arrive(program, prompt(40))
-    engine.wait(waits_s)
     engine.admit(request)
     engine.wait(runs_s)
     engine.finish(request)
 
 
-def seen(engine: VirtualEngine, request: str) -> WaitingRequestView:
-    return engine.program_scheduler.waiting_view(request)
+PREEMPTED = "arrive a, wait 1, admit a, wait 2, preempt a, wait 4"
+STREAMED = "arrive a, wait 1, admit a, wait 2, admit a, wait 2, admit a, wait 2"
+"""vLLM admits each further part of a prompt that a client streams. The request runs on."""
+LIVES = {
+    "turns add up, and tools count for neither": (
+        "arrive a, wait 0.5, admit a, wait 1, finish a, wait 100, "
+        "arrive b, wait 0.25, admit b, wait 0.5, finish b, arrive c",
+        (1.5, 0.75, 0.0, 0.0),
+    ),
+    "a call's service counts for its program when it is over": (PREEMPTED, (0.0, 1.0, 2.0, 4.0)),
+    "preempted and resumed": (f"{PREEMPTED}, resume a, wait 8, finish a, arrive b", (10.0, 5.0, 0.0, 0.0)),
+    "in parts": (STREAMED, (0.0, 1.0, 4.0, 2.0)),
+    "in parts, to the end": (f"{STREAMED}, finish a, arrive b", (6.0, 1.0, 0.0, 0.0)),
+    "of parallel requests the longest chain counts, as in ATLAS": (
+        "arrive a, admit a, wait 1, finish a, "
+        "arrive b, arrive c, admit b, admit c, wait 2, finish c, wait 3, finish b, arrive d",
+        (6.0, 0.0, 0.0, 0.0),
+    ),
+    "aborted requests have run and waited too": (
+        "arrive a, arrive b, admit a, wait 3, abort a, abort b, arrive c",
+        (3.0, 3.0, 0.0, 0.0),
+    ),
+    "what was before a promotion, after 8 times the 3 s of service, is forgotten": (
+        "arrive a, admit a, wait 3, finish a, arrive b, wait 26, admit b, wait 1, finish b, arrive c",
+        (4.0, 2.0, 0.0, 0.0),
+    ),
+}
+"""What the requests of a program do, and what the last one's view then says: seconds of the program's
+service, seconds that its requests waited, and that this one ran, before its present state, and seconds in
+that."""
 
 
-def test_service_and_waiting_add_up_over_turns_and_tools_count_for_neither() -> None:
-    e = engine()
-    turn(e, "p", 0.5, 1.0)
-    e.wait(100.0)
-    turn(e, "p", 0.25, 0.5)
-    view = seen(e, e.arrive("p", prompt(40)))
-    assert (view.attained_s, view.waited_s, view.ran_s) == (1.5, 0.75, 0.0)
-    assert view.since_s == view.arrived_s == view.now_s == e.now
-
-
-def test_a_preempted_request_has_run_and_waits_anew() -> None:
-    e = engine()
-    request = e.arrive("p", prompt(40))
-    e.wait(1.0)
-    e.admit(request)
-    e.wait(2.0)
-    e.program_scheduler.preempted(request, e.now)
-    e.wait(4.0)
-    view = seen(e, request)
-    assert (view.ran_s, view.waited_s, view.now_s - view.since_s) == (2.0, 1.0, 4.0)
-    assert view.attained_s == 0.0, "a call's own service counts for its program when it is over"
-    e.admit(request, resumed=True)
-    e.wait(8.0)
-    e.finish(request)
-    program = e.program("p")
-    assert (program.attained_s, program.waited_s) == (10.0, 5.0)
-
-
-def test_a_request_that_is_admitted_again_while_it_runs_has_not_waited() -> None:
-    """vLLM admits each further part of a prompt that a client streams."""
-    e = engine()
-    request = e.arrive("p", prompt(40))
-    e.wait(1.0)
-    for _ in range(3):
-        e.admit(request)
-        e.wait(2.0)
-    view = seen(e, request)
-    assert (view.ran_s, view.waited_s) == (4.0, 1.0)
-    e.finish(request)
-    program = e.program("p")
-    assert (program.attained_s, program.waited_s) == (6.0, 1.0)
+@pytest.mark.parametrize(("acts", "expected"), LIVES.values(), ids=LIVES)
+def test_what_requests_ran_and_waited(acts: str, expected: tuple[float, ...]) -> None:
+    e, requests = engine(), dict[str, str]()
+    for act in acts.split(", "):
+        what, _, name = act.partition(" ")
+        if what == "arrive":
+            requests[name] = e.arrive("p", prompt(40 + 4 * len(requests)))
+        elif what == "wait":
+            e.wait(float(name))
+        elif what == "preempt":
+            e.program_scheduler.preempted(requests[name], e.now)
+        elif what in ("admit", "resume"):
+            e.admit(requests[name], resumed=what == "resume")
+        else:
+            outcome = TurnFinishReason.STOPPED if what == "finish" else TurnFinishReason.ABORTED
+            e.finish(requests[name], outcome=outcome)
+    view = e.program_scheduler.waiting_view([*requests.values()][-1])
+    assert (view.attained_s, view.waited_s, view.ran_s, view.now_s - view.since_s) == expected
 
 
 def test_a_program_that_ends_without_a_turn_teaches_no_service() -> None:
@@ -81,30 +85,6 @@ def test_a_program_that_ends_without_a_turn_teaches_no_service() -> None:
         e.send(ProgramStart(program_id=program, seq=1, agent_type="coder"))
         e.send(ProgramEnd(program_id=program, seq=2))
     assert e.program_scheduler.histories.service.count("coder") == 0
-
-
-def test_of_parallel_requests_the_longest_chain_counts() -> None:
-    """ATLAS's scalar: max of what there is and the call's own start plus run."""
-    e = engine()
-    turn(e, "p", 0.0, 1.0)
-    long, short = e.arrive("p", prompt(40)), e.arrive("p", prompt(44))
-    e.admit(long)
-    e.admit(short)
-    e.wait(2.0)
-    e.finish(short)
-    e.wait(3.0)
-    e.finish(long)
-    assert e.program("p").attained_s == 1.0 + 5.0
-
-
-def test_an_aborted_request_has_run_and_waited_too() -> None:
-    e = engine()
-    running, waiting = e.arrive("p", prompt(40)), e.arrive("p", prompt(44))
-    e.admit(running)
-    e.wait(3.0)
-    e.finish(running, outcome=TurnFinishReason.ABORTED)
-    e.finish(waiting, outcome=TurnFinishReason.ABORTED)
-    assert (e.program("p").attained_s, e.program("p").waited_s) == (3.0, 3.0)
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
@@ -134,7 +114,7 @@ def test_a_request_that_outlives_its_programs_end_counts_for_no_later_program_of
 def test_a_program_lasts_from_its_own_first_request_although_its_id_was_used_before() -> None:
     e = engine()
     for _ in range(2):
-        turn(e, "p", 0.0, 5.0)
+        turn(e, "p", 5.0)
         assert e.now - e.program("p").arrived_s == 5.0
         e.send(ProgramEnd(program_id="p", seq=-1))
         e.wait(1000.0)
@@ -142,21 +122,9 @@ def test_a_program_lasts_from_its_own_first_request_although_its_id_was_used_bef
     assert sum(row["sum"] for _, row in durations) == 10.0
 
 
-def test_what_was_before_a_promotion_is_forgotten() -> None:
-    e = engine()
-    turn(e, "p", 0.0, 3.0)  # 3 s of service: the second queue; promoted after 8 * 3 s
-    request = e.arrive("p", prompt(40))
-    assert e.program_scheduler.queue_place(request).changes_s == e.now + 24.0
-    e.wait(26.0)
-    e.admit(request)
-    e.wait(1.0)
-    e.finish(request)
-    assert (e.program("p").attained_s, e.program("p").waited_s) == (4.0, 2.0)
-
-
 def test_the_victim_policy_sees_what_running_requests_have_run() -> None:
     e = engine()
-    turn(e, "old", 0.0, 3.0)
+    turn(e, "old", 3.0)
     old, new = e.arrive("old", prompt(40)), e.arrive("new", prompt(44))
     e.admit(old)
     e.admit(new)

@@ -56,6 +56,7 @@ class Request:
     """In the engine's queue: asked when it came, and again whenever an order names its program."""
     running: bool = False
     ran: bool = False
+    runs_since_s: float = 0.0
     turn_began: int = 0
     """Step at which it was admitted."""
     since_s: float = 0.0
@@ -105,7 +106,6 @@ class Checked:
         self.tick_s, self.idle_tick_s = policy.tick_s, policy.idle_tick_s
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
-        self.life.asked += 1
         self.life.is_as_shown(view)
         answer = self.policy.moves(view, now)
         for move in answer:
@@ -124,20 +124,17 @@ class PlacedLife:
         pool = KVPoolConfig(blocks=DEVICE_BLOCKS, block_size=BLOCK, host_blocks=host, disk_blocks=disk)
         self._seq = 0
         self.program_scheduler = SchedulerDriver(SchedulerState(preset, pool, limits=LIMITS))
+        self.below = host, disk
         self.requests: dict[str, Request] = {}
         """In the engine, oldest first."""
         self.places: dict[str, Place] = {}
         self.others: dict[str, Request] = {}
         """Running, of nobody who has a place."""
         self.ended: list[str] = []
-        self.sizes: dict[str, int] = {}
-        """On the device, as the policy was shown them last."""
-        self.sent_away_ready = False
-        """The last answer sent somebody from the device who was ready."""
         self.overdue_s = -math.inf
         """When an overdue program was promoted last."""
         self.last_released: RequestState | None = None
-        self.numbers = self.newest = self.programs = self.asked = 0
+        self.numbers = self.newest = self.programs = 0
         self.done: Counter[str] = Counter()
 
     # -- what happens -----------------------------------------------------------------
@@ -236,6 +233,7 @@ class PlacedLife:
     def reset_cache(self) -> None:
         device = self.draw.random() < 0.5
         self.program_scheduler.cache_reset(self.now, device=device)
+        self.below = self.below[0], 0
         for place in self.places.values():
             if place.tier is DEVICE and not device:
                 continue
@@ -289,16 +287,13 @@ class PlacedLife:
                     self._file(self.requests[name])
 
     def _tick(self) -> None:
-        asked = self.asked
         self.program_scheduler.tick(self.now)
         self._forget_as_the_table_did()
-        released = self._who_is_released()
-        if self.asked > asked and not released:
-            self._all_is_in_place()
+        self._see_who_is_released()
 
-    def _who_is_released(self) -> bool:
-        """Whether somebody was released in this step. Of those who have waited for too long, one is released
-        at a time, and the next soon after, if those released leave room for it."""
+    def _see_who_is_released(self) -> None:
+        """Of those who have waited for too long, one is released at a time, and the next soon after, if those
+        released leave room for it."""
         tiers, before = self.program_scheduler.tiers, self.last_released
         self.last_released = tiers._released
         for request in self.requests.values():
@@ -318,7 +313,6 @@ class PlacedLife:
             assert not any(
                 each.parked and self.now - each.since_s > limit_s for each in self.requests.values()
             )
-        return tiers._released is not before
 
     def _forget_as_the_table_did(self) -> None:
         for name in list(self.places):
@@ -343,6 +337,7 @@ class PlacedLife:
             self.now,
         )
         request.running = request.ran = True
+        request.runs_since_s = self.now
         place = self.places.get(request.program) if request.program is not None else None
         if place is None:
             self.others[request.name] = request
@@ -392,8 +387,6 @@ class PlacedLife:
     def is_as_shown(self, view: PlacementView) -> None:
         self._forget_as_the_table_did()
         groups = {DEVICE: view.on_device, HOST: view.on_host, DISK: view.on_disk, WAITING: view.waiting}
-        self.sent_away_ready = False
-        self.sizes = {each.program_id: each.device_blocks for g in groups.values() for each in g}
         for tier, group in groups.items():
             expected = {
                 name
@@ -404,6 +397,7 @@ class PlacedLife:
             assert len(group) == len(expected)
             for each in group:
                 self._is_seen_as_it_is(each, tier)
+        assert (view.host.capacity_blocks, view.disk.capacity_blocks) == self.below
         untracked = sum(each.tokens for each in self.others.values() if each.running)
         assert view.device.untracked_blocks == -(-untracked // BLOCK)
 
@@ -414,6 +408,8 @@ class PlacedLife:
         context = 0 if tier is DEVICE or not place.waiting else place.context
         assert shown.required_blocks == max((context, *(each.blocks for each in place.waiting)))
         assert shown.resident_blocks == sum(each.blocks for each in place.running)
+        began_s = [each.runs_since_s for each in place.running if each.running]
+        assert shown.running_since_s == min(began_s, default=math.inf)
         if place.waiting:
             earliest_s = min(each.since_s for each in place.waiting)
             assert shown.waiting_since_s <= earliest_s + 1e-6, "earlier where it repeats an aborted one"
@@ -425,28 +421,12 @@ class PlacedLife:
         if move.reason is MoveReason.OVERDUE and move.to is DEVICE:
             assert self.now - self.overdue_s >= self.policy.overdue_gap_s, "one at a time"
             self.overdue_s = self.now
-        leaves = place.tier is DEVICE and move.to is not DEVICE and move.when is MoveTiming.NOW
-        self.sent_away_ready |= leaves and place.activity is ProgramActivity.READY
         if move.when is MoveTiming.AFTER_TURN:
             place.told = self.newest
         else:
             place.told, place.tier = None, move.to
         self.done[move.reason.value] += 1
         self.done[f"to {move.to.value} {move.when.value}"] += 1
-
-    def _all_is_in_place(self) -> None:
-        """Just asked and its answer applied: no tier holds too much, and asked again nothing is moved."""
-        view = self.program_scheduler.tiers._view()
-        for group, state in ((view.on_host, view.host), (view.on_disk, view.disk)):
-            assert sum(each.context_blocks for each in group) <= state.budget_blocks
-        stay = [each for each in view.on_device if not each.pending]
-        # Of the size that the policy knew: predictions may be others by now.
-        if sum(self.sizes[each.program_id] for each in stay) > view.device.budget_blocks:
-            # Who has yet to get its turn is not sent away.
-            assert len(stay) == 1 or all(each.activity is ProgramActivity.READY for each in stay)
-        # Who came back while it was to leave is sent away first, and may find room when it is asked again.
-        if not self.sent_away_ready:
-            assert self.policy.moves(view, self.now) == ()
 
     # -- what must hold after each ---------------------------------------------------------------
 
