@@ -7,6 +7,7 @@ import json
 from collections.abc import Awaitable
 from typing import Any
 
+import msgspec
 import pytest
 from api_test_engines import HungEngine, ScriptedEngine, engine_answers, outcomes
 from hypothesis import given, settings
@@ -45,7 +46,10 @@ class CountingEngine(ScriptedEngine):
         self.budget = EventTimeBudget(time.now)
 
     async def call(self, op: str, payload: str) -> list[str]:
-        self.sizes.append(sum(len(batch["events"]) for batch in json.loads(payload)))
+        events = [len(msgspec.json.encode(e)) for batch in json.loads(payload) for e in batch["events"]]
+        assert len(events) <= MAX_EVENTS_PER_CALL
+        assert len(events) == 1 or sum(events) <= event_intake.MAX_BYTES_PER_CALL
+        self.sizes.append(len(events))
         busy_s = EVENT_COST_S * self.sizes[-1]
         self.spent_s += busy_s
         self.time.now += busy_s
@@ -99,16 +103,6 @@ async def test_a_flood_gets_its_share_of_the_engines_time_and_no_more() -> None:
     assert_empty(intake)
 
 
-async def test_large_events_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_intake, "MAX_BYTES_PER_CALL", 50)  # one heartbeat
-    time = VirtualTime()
-    engine = CountingEngine(time)
-    intake = intake_of(engine, time)
-    answer = await intake.submit(batch_of("e", 3), 5)
-    assert seqs(answer) == [0, 1, 2]
-    assert engine.sizes == [1, 1, 1]
-
-
 async def test_an_event_that_grows_beyond_the_limit_costs_itself_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -147,14 +141,12 @@ async def test_a_batch_that_waits_too_long_leaves_the_queue() -> None:
 
 @settings(max_examples=40)
 @given(
-    st.lists(
-        st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 200), st.sampled_from([0, 0, 1000])),
-        max_size=30,
-    ),
+    st.lists(st.tuples(st.integers(0, 200), st.sampled_from([0, 0, 1000])), max_size=30),
     st.integers(512, 2000),
+    st.sampled_from([50, 1000, 32 * 1024]),  # 50: one heartbeat
 )
 def test_each_batch_gets_its_outcomes_in_order_or_a_refusal(
-    batches: list[tuple[int, int, int, int]], capacity: int
+    batches: list[tuple[int, int]], capacity: int, bytes_per_call: int
 ) -> None:
     async def run() -> None:
         time = VirtualTime()
@@ -163,15 +155,16 @@ def test_each_batch_gets_its_outcomes_in_order_or_a_refusal(
         answers = await settled(
             *(
                 intake.submit(batch_of(f"{n}", count, size=size), 60)
-                for n, (host, connection, count, size) in enumerate(batches)
+                for n, (count, size) in enumerate(batches)
             )
         )
         for n, answer in enumerate(answers):
             if not isinstance(answer, EngineUnavailableError):
-                expected = [(f"{n}", seq) for seq in range(batches[n][2])]
+                expected = [(f"{n}", seq) for seq in range(batches[n][0])]
                 assert [(o.program_id, o.seq) for o in answer.outcomes] == expected
         assert_empty(intake)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(event_intake, "MAX_WAITING", capacity)
+        patch.setattr(event_intake, "MAX_BYTES_PER_CALL", bytes_per_call)
         asyncio.run(run())

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_test_engines import ScriptedEngine, check_error, client_of, engine_answers
+from api_contract import VirtualRpc
+from api_test_engines import check_error, client_of
 from sojourn.wire_codec import Outcome
 from sojourn.wire_events import ToolStart, ToolStop
 from sojourn_server.api.response_merging import merge_program
@@ -20,12 +21,8 @@ CURVE = PrefillCurve(0.0, 0.0, 0.01)
 
 
 def asked(virtual: VirtualEngine, program: str, turn: int | None = None, status: int = 200) -> Any:
-    def ask(arguments: Any) -> Any:
-        return virtual.ask("program", **arguments)
-
-    client = client_of(ScriptedEngine(engine_answers(program=ask)))
     more = f"?turn={turn}" if turn is not None else ""
-    answer = client.get(f"/sojourn/v1/programs/{program}/explain{more}")
+    answer = client_of(VirtualRpc(virtual)).get(f"/sojourn/v1/programs/{program}/explain{more}")
     if status != 200:
         return check_error(answer, status)
     assert answer.status_code == 200, answer.text
@@ -168,9 +165,7 @@ def test_nothing_lost_is_said_and_an_unknown_turn_or_program_is_an_error() -> No
     assert found["advice"][0]["hint"] is None
     assert found["usual_first_token_s"] is None
     assert "1" in asked(virtual, "a", 7, status=404)["next"]
-    check_error(
-        client_of(ScriptedEngine(engine_answers(program=None))).get("/sojourn/v1/programs/x/explain"), 404
-    )
+    asked(virtual, "x", status=404)
 
 
 def test_tokens_lost_to_a_changed_beginning_are_no_fault_of_the_cache() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from api_contract import VirtualRpc
 from api_test_engines import BATCH, HungEngine, ScriptedEngine, app_of, check_error, client_of, engine_answers
 from sojourn_server.api.api_errors import ApiError
 from sojourn_server.api.engine_rpc import EngineUnavailableError
@@ -23,21 +24,12 @@ BLANK = ProgramRow(
 )
 
 
-def engine_with_programs() -> tuple[VirtualEngine, ScriptedEngine]:
-    virtual = VirtualEngine()
-
-    def ask(arguments: Any) -> Any:
-        return virtual.ask("snapshot", **arguments)
-
-    return virtual, ScriptedEngine(engine_answers(snapshot=ask))
-
-
 def test_one_frame_has_programs_pool_and_totals() -> None:
-    virtual, engine = engine_with_programs()
+    virtual = VirtualEngine()
     virtual.turn("a", prompt(40))
     virtual.arrive("b", prompt(12, seed=1))
     virtual.wait(2.0)
-    answer = client_of(engine).get("/sojourn/v1/stream?once=1")
+    answer = client_of(VirtualRpc(virtual)).get("/sojourn/v1/stream?once=1")
     frame = msgspec.json.decode(answer.content, type=LiveFrame)
     rows = {row.program_id: row for row in frame.programs}
     assert frame.full
@@ -55,15 +47,16 @@ def test_one_frame_has_programs_pool_and_totals() -> None:
 
 
 def test_a_delta_has_what_changed_and_what_is_held() -> None:
-    virtual, engine = engine_with_programs()
+    virtual = VirtualEngine()
+    client = client_of(VirtualRpc(virtual))
     virtual.turn("leased", prompt(40))
     virtual.turn("plain", prompt(40, seed=2), text="done")
     virtual.wait(5.0)
     virtual.turn("new", prompt(8, seed=3), text="done")
-    answer = client_of(engine).get("/sojourn/v1/stream?once=1&changed_within_s=2").json()
+    answer = client.get("/sojourn/v1/stream?once=1&changed_within_s=2").json()
     assert {row[0] for row in answer["programs"]} == {"leased", "new"}
     assert not answer["full"]
-    check_error(client_of(engine).get("/sojourn/v1/stream?once=1&changed_within_s=x"), 400)
+    check_error(client.get("/sojourn/v1/stream?once=1&changed_within_s=x"), 400)
 
 
 class Source:

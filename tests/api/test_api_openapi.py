@@ -58,19 +58,8 @@ def ask(contract: Contract, client: TestClient, url: str, status: int = 200, **m
     return contract.check(method, PREFIX + url, status, answer.headers["content-type"], answer.content)
 
 
-def test_the_document_is_valid_and_has_title_version_and_texts(document: dict[str, Any]) -> None:
+def test_the_document_is_valid_and_the_files_are_what_the_code_says(document: dict[str, Any]) -> None:
     validate(document)
-    assert document["info"]["title"] == "sojourn engine"
-    listed = document["components"]["schemas"]["ProgramSummary"]["properties"]
-    assert listed["context_tokens"]["description"] == "Prompt plus output tokens of the last finished turn."
-    lease = document["components"]["schemas"]["LiveFrame"]["properties"]["programs"]["items"]["$ref"]
-    assert lease.endswith("/ProgramRow")
-    assert document["components"]["schemas"]["ProgramRow"]["prefixItems"][0]["title"] == "program_id"
-    events = document["components"]["schemas"]["EventBatch"]["properties"]["events"]["items"]
-    assert set(events["discriminator"]["mapping"]) >= {"program_start", "tool_stop", "program_end"}
-
-
-def test_the_files_are_what_the_code_says() -> None:
     for path, text in load_script("docs/generate.py").api_documents().items():
         assert path.read_text(encoding="utf-8") == text, "run: python docs/generate.py"
 

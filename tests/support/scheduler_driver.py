@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sojourn.ids import ProgramId
 from sojourn_server.core import events_and_actions as ev
 from sojourn_server.core.leases import Lease
 from sojourn_server.core.program_scheduler import ProgramScheduler
@@ -141,14 +140,6 @@ class SchedulerDriver(ProgramScheduler):
         if owner is not None:
             self.owners.own([block], owner)
         self.handle(ev.BlocksEvicted(taker, [(block, block)], score), now)
-
-    def prefetched(
-        self, program_id: ProgramId, missing_blocks: int, now: float, *tiers: int
-    ) -> ev.LoadAheadChosen | None:
-        """Report a prefetch. ``tiers`` are the event's further numbers. Returns what to load into the
-        device."""
-        event = ev.PrefetchStarted(program_id, missing_blocks, *tiers)
-        return ev.answer_of(self.handle(event, now), ev.LoadAheadChosen)
 
     def cache_reset(self, now: float, *, device: bool = True) -> None:
         self.handle(ev.CacheReset(device), now)

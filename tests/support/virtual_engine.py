@@ -23,10 +23,13 @@ from sojourn_server.core.events_and_actions import (
     EngineAction,
     EngineActionKind,
     LeaseGranted,
+    LoadAheadChosen,
+    PrefetchStarted,
     RequestAdmitted,
     RequestArrived,
     TurnFinished,
     TurnFinishReason,
+    answer_of,
 )
 from sojourn_server.core.events_and_actions import Event as EngineEvent
 from sojourn_server.core.leases import Lease, LeaseTable
@@ -83,6 +86,7 @@ class VirtualEngine(EngineView):
         self.loaded_ahead: list[tuple[ProgramId, int]] = []
         """Program and number of blocks of each load by a prefetch. Loads are done at once."""
         self._prompts: dict[str, list[int]] = {}
+        self._increments: dict[str, list[Any]] = {}
         self._requests = 0
         self._seq = 0
 
@@ -200,7 +204,8 @@ class VirtualEngine(EngineView):
         numbered = []
         for event in events:
             if event.seq < 0:
-                event = msgspec.structs.replace(event, seq=self.next_seq())
+                self._seq += 1
+                event = msgspec.structs.replace(event, seq=self._seq)
             numbered.append(json.loads(msgspec.json.encode(event)))
         return self.post({"v": WIRE_VERSION, "emitter": emitter, "events": numbered})
 
@@ -209,11 +214,6 @@ class VirtualEngine(EngineView):
         answer = self.service.call("event_batches", json.dumps([batch]), self.now)
         self.carry_out()
         return msgspec.json.decode(answer, type=list[OutcomeBatch])[0].outcomes
-
-    def next_seq(self) -> int:
-        """Return a sequence number that no earlier event has."""
-        self._seq += 1
-        return self._seq
 
     def ask(self, operation: str, **arguments: Any) -> Any:
         """Return the answer that the API server would get for ``operation``."""
@@ -243,7 +243,8 @@ class VirtualEngine(EngineView):
         ready = [*takewhile(self.in_host.__contains__, missing)]
         lost = sum(block not in self.in_host for block in missing)
         tiers = (0, lost, len(ready), self.spare_blocks) if self.in_host else ()
-        load = self.program_scheduler.prefetched(program_id, len(missing), self.now, *tiers)
+        event = PrefetchStarted(program_id, len(missing), *tiers)
+        load = answer_of(self.handle(event, self.now), LoadAheadChosen)
         if load is not None:
             self.cached.update(ready[: load.blocks])
             self.loaded_ahead.append((program_id, load.blocks))
@@ -304,16 +305,9 @@ class VirtualEngine(EngineView):
 
     def counter(self, name: str, **labels: str) -> float:
         """Return the sum of a counter since the start, over all its rows that have these labels."""
-        rows = self.drained().get(name, [])
-        return sum(n for found, n in rows if found.items() >= labels.items())
-
-    def drained(self) -> dict[str, Any]:
-        """Return all counters since the start, as counter name → list of (labels, increment). Each call
-        drains the recorder and adds the new increments."""
-        total: dict[str, Any] = self.__dict__.setdefault("_drained", {})
-        for name, rows in self.program_scheduler.recorder.drain()["counters"].items():
-            total.setdefault(name, []).extend(rows)
-        return total
+        for drained, rows in self.program_scheduler.recorder.drain()["counters"].items():
+            self._increments.setdefault(drained, []).extend(rows)
+        return sum(n for found, n in self._increments.get(name, ()) if found.items() >= labels.items())
 
 
 def chain(tokens: Sequence[int]) -> list[int]:
