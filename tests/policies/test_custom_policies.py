@@ -156,6 +156,11 @@ def test_a_module_that_cannot_be_loaded_is_reported_and_not_cached(tmp_path: Pat
     assert read_preset(path).admission.seconds == 1.0
 
 
+def test_a_file_that_is_not_there_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(PresetError, match="No such file"):
+        read_preset(tmp_path / "none.toml")
+
+
 def test_text_from_elsewhere_has_nothing_imported(tmp_path: Path) -> None:
     path = preset(tmp_path, 'admission = "mine:Patient"', "raise SystemExit")
     with pytest.raises(PresetError, match="only in a file named by --policy-file"):

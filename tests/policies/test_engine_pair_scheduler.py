@@ -47,28 +47,8 @@ def fleet(
     return pairs
 
 
-def ask(name: int, tokens: int = 50, blocks: int = 4) -> PdRequest:
+def request(name: int, tokens: int = 50, blocks: int = 0) -> PdRequest:
     return PdRequest(name, tokens, blocks, kv_tokens=tokens)
-
-
-def queue_lengths(pairs: PairScheduler) -> tuple[int, int, int]:
-    """Requests without a prefill engine, requests without a decode engine, and all requests in flight."""
-    flights = pairs.in_flight.values()
-    return sum(f.prefill is None for f in flights), sum(f.decode is None for f in flights), len(flights)
-
-
-def available(pairs: PairScheduler) -> list[DecodeEngine]:
-    """The decode engines that are not suspended."""
-    return [engine for engine in pairs.decode.values() if not engine.is_suspended]
-
-
-def queue_s(pairs: PairScheduler, node: int, now: float) -> float:
-    """Seconds of reads queued at a node."""
-    return pairs.nics[node].busy_until_s - now
-
-
-def request(name: int, tokens: int, kv_tokens: int | None = None) -> PdRequest:
-    return PdRequest(name, tokens, kv_tokens=tokens if kv_tokens is None else kv_tokens)
 
 
 def engine(
@@ -85,20 +65,21 @@ def prefill_engines(tokens: tuple[int, ...], queue_s: tuple[float, ...]) -> list
     ]
 
 
-def test_z_is_an_even_share_and_a_bit() -> None:
-    engines = [engine(0, 30, 100), engine(1, 30, 50)]
-    assert high_token_threshold(engines, [request(0, 50)], 1.05) == pytest.approx(105.0)
-
-
-def test_z_counts_of_the_queue_what_fits_if_memory_were_in_one_piece() -> None:
-    engines = [engine(0, 30), engine(1, 30)]
-    queue = [request(0, 25), request(1, 25), request(2, 25), request(3, 1)]
-    assert high_token_threshold(engines, queue, 1.0) == 25.0  # the first two; the fourth is behind the third
-
-
-def test_z_counts_of_the_queue_no_more_than_can_run() -> None:
-    engines = [engine(0, 99, 40, 2, 3), engine(1, 99, 10, 1, 1)]
-    assert high_token_threshold(engines, [request(0, 10), request(1, 10)], 1.0) == 30.0
+@pytest.mark.parametrize(
+    ("engines", "queued", "ratio", "z"),
+    [
+        ([engine(0, 30, 100), engine(1, 30, 50)], [50], 1.05, 105.0),
+        # What fits if memory were in one piece: the first two. The fourth is behind the third.
+        ([engine(0, 30), engine(1, 30)], [25, 25, 25, 1], 1.0, 25.0),
+        # No more than can run.
+        ([engine(0, 99, 40, 2, 3), engine(1, 99, 10, 1, 1)], [10, 10], 1.0, 30.0),
+    ],
+)
+def test_z_is_an_even_share_of_what_is_there_and_of_what_can_enter(
+    engines: list[DecodeEngine], queued: list[int], ratio: float, z: float
+) -> None:
+    queue = [request(name, tokens) for name, tokens in enumerate(queued)]
+    assert high_token_threshold(engines, queue, ratio) == pytest.approx(z)
 
 
 @pytest.mark.parametrize(
@@ -182,9 +163,9 @@ def test_a_group_at_its_limit_comes_after_one_with_more_tokens() -> None:
         pairs.remove(pairs.decode[number])
     pairs.add_decode(14, 2, 2, 1000)
     for name, tokens in enumerate((10, 500, 10)):
-        pairs.submit(ask(name, tokens, 0))
+        pairs.submit(request(name, tokens))
     assert {pair.request.request_id: pair.decode for pair in pairs.dispatch(0.0)} == {0: 11, 2: 12, 1: 13}
-    pairs.submit(ask(3, 10, 0))
+    pairs.submit(request(3, 10))
     assert [pair.decode for pair in pairs.dispatch(0.0)] == [14]
 
 
@@ -194,27 +175,25 @@ def test_phase_1_levels_groups(sizes: list[int]) -> None:
     loads = dict.fromkeys(range(1, 5), 0)
     for name, tokens in enumerate(sizes):
         expected = min(loads, key=lambda group: (loads[group], group))
-        pairs.submit(ask(name, tokens, 0))
+        pairs.submit(request(name, tokens))
         assert [pair.decode for pair in pairs.dispatch(0.0)] == [expected]
         loads[expected] += tokens
 
 
 def test_a_request_gets_a_pair_and_a_side() -> None:
     pairs = fleet()
-    pairs.submit(ask(1))
-    assert pairs.dispatch(0.0) == [EnginePair(ask(1), 0, 2, decode_reads=False)]
-    pairs.submit(ask(2))  # the first one is being read at the prefill side
-    assert pairs.dispatch(0.0) == [EnginePair(ask(2), 1, 3, decode_reads=True)]
-    assert queue_s(pairs, 0, 0.1) == pytest.approx(0.3)
-    assert queue_s(pairs, 1, 0.1) == pytest.approx(0.3)
+    pairs.submit(request(1, blocks=4))
+    assert pairs.dispatch(0.0) == [EnginePair(request(1, blocks=4), 0, 2, decode_reads=False)]
+    pairs.submit(request(2, blocks=4))  # the first one is being read at the prefill side
+    assert pairs.dispatch(0.0) == [EnginePair(request(2, blocks=4), 1, 3, decode_reads=True)]
+    assert [nic.busy_until_s for nic in pairs.nics.values()] == pytest.approx([0.4, 0.4])
 
 
 def test_first_come_first_served_while_all_prefill_engines_are_over_beta() -> None:
     pairs = fleet(engines=1, most_tokens=60.0, kv=10_000)
     for name in range(4):
-        pairs.submit(ask(name))
+        pairs.submit(request(name))
     assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [0, 1]  # 50 is not over 60, 100 is
-    assert queue_lengths(pairs) == (2, 0, 4)
     pairs.prefilled(0)
     assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [2]
     pairs.end(0)
@@ -277,7 +256,7 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
         for node in range(4):  # one without engines was removed
             pairs.add_node(node, BLOCK_S)
         if what == "come":
-            pairs.submit(PdRequest(name, amount, more, kv_tokens=amount))
+            pairs.submit(request(name, amount, more))
             waiting.add(name)
         elif what == "end" and (waiting or paired):
             mine = sorted(waiting | paired.keys())[amount % (len(waiting) + len(paired))]
@@ -309,7 +288,7 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
         if amount % 3:
             dispatch(float(name))
         assert len(pairs.in_flight) == len(waiting) + len(paired)
-        for view in available(pairs):
+        for view in pairs.decode.values():
             # Suspended or not: a request that has not ended still takes memory.
             there = [pair.request for pair in paired.values() if pair.decode == view.name]
             assert view.free_kv_tokens <= kept[view.name] - sum(one.kv_tokens for one in there)
@@ -332,7 +311,7 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
             del paired[mine]
     assert not waiting
     assert all(view.tokens == 0 for view in pairs.prefill.values())
-    assert all((view.tokens, view.requests) == (0, 0) for view in available(pairs))
+    assert all((view.tokens, view.requests) == (0, 0) for view in pairs.decode.values())
 
 
 def test_the_prefill_limit_in_seconds_is_by_the_speed_that_was_seen() -> None:
@@ -397,5 +376,5 @@ def test_the_prefill_side_reads_by_rule_and_where_both_engines_are_on_one_node(
     pairs.add_prefill(0, 0)
     pairs.add_decode(1, decode_node, 0, 1000)
     pairs.report(0, 9.0, 0.0)
-    pairs.submit(ask(1))
+    pairs.submit(request(1, blocks=4))
     assert [pair.decode_reads for pair in pairs.dispatch(0.0)] == [False]

@@ -14,7 +14,9 @@ from sojourn_server.policies.lease_reclaim_policies import (
 )
 from sojourn_server.policies.policy_views import LeaseView, ReclaimRequest
 
-LATEST = LatestProgramReclaim()
+LATEST, PRINTED, LATER = (
+    LatestProgramReclaim(), LatestProgramReclaim(spares_earlier=False), LaterProgramsReclaim()
+)  # fmt: skip
 
 
 def held(*rows: tuple[str, int, int], expires_s: float = 50.0, reload_s: float = 5.0) -> list[LeaseView]:
@@ -34,42 +36,38 @@ THREE = held(("a", 1, 10), ("b", 2, 10), ("c", 3, 10))
 
 
 @pytest.mark.parametrize(
-    ("wanted", "given"),
+    ("policy", "wanted", "given"),
     [
-        (need(0, 5), ("c",)),
-        (need(0, 10), ("c",)),
-        (need(0, 11), ("c", "b")),
-        (need(0, 30), ("c", "b", "a")),
-        (need(1, 15), ("c", "b")),
-        (need(2, 10), ("c",)),
+        (LATEST, need(0, 5), ("c",)),
+        (LATEST, need(0, 11), ("c", "b")),
+        (LATEST, need(1, 15), ("c", "b")),
+        (LATEST, need(2, 10), ("c",)),
         # those behind it are too few, and something runs: all or nothing
-        (need(0, 31), None),
-        (need(2, 11), None),
-        (need(3, 1), None),
+        (LATEST, need(0, 31), None),
+        (LATEST, need(2, 11), None),
         # nothing runs: the paper's deadlock
-        (need(2, 11, busy=False), ("c", "b")),
-        (need(9, 25, busy=False), ("c", "b", "a")),
-        (need(9, 99, busy=False), ("c", "b", "a")),
+        (LATEST, need(2, 11, busy=False), ("c", "b")),
+        (LATEST, need(9, 99, busy=False), ("c", "b", "a")),
         # it runs already: any lease costs less than a preemption
-        (need(9, 5, running=True), ("c",)),
-        (need(9, 99, running=True), ("c", "b", "a")),
-        # never its own
-        (need(3, 10, running=True, name="c"), ("b",)),
-        (need(3, 99, busy=False, name="c"), ("b", "a")),
+        (LATEST, need(9, 5, running=True), ("c",)),
+        (LATEST, need(9, 99, running=True), ("c", "b", "a")),
+        # as printed, the head of the queue takes the latest programs' leases until it fits
+        (PRINTED, need(2, 5), ("c",)),
+        (PRINTED, need(9, 11), ("c", "b")),
+        (PRINTED, need(9, 99), ("c", "b", "a")),
+        (LATER, need(1, 15), ("c", "b")),
+        (LATER, need(1, 5), ("c",)),
+        (LATER, need(1, 21), None),
+        # and others after the engine stood idle
+        (LATER, replace(need(9, 15, busy=False), idle_s=29.0), None),
+        (LATER, replace(need(9, 15, busy=False), idle_s=30.0), ("c", "b")),
     ],
 )
 def test_the_latest_go_first_and_no_more_than_needed(
-    wanted: ReclaimRequest, given: tuple[str, ...] | None
+    policy: LeaseReclaimPolicy, wanted: ReclaimRequest, given: tuple[str, ...] | None
 ) -> None:
-    assert LATEST.release(wanted, THREE, 0.0) == given
-
-
-@pytest.mark.parametrize("rank", [0, 2, 9])
-def test_as_printed_the_head_of_the_queue_takes_the_latest_programs_leases_until_it_fits(rank: int) -> None:
-    printed = LatestProgramReclaim(spares_earlier=False)
-    assert printed.release(need(rank, 5), THREE, 0.0) == ("c",)
-    assert printed.release(need(rank, 11), THREE, 0.0) == ("c", "b")
-    assert printed.release(need(rank, 99), THREE, 0.0) == ("c", "b", "a")
+    """That no program takes its own leases is in the contract of all policies."""
+    assert policy.release(wanted, THREE, 0.0) == given
 
 
 def test_any_lease_gives_the_soonest_ending_and_only_as_many_as_needed() -> None:
@@ -77,16 +75,6 @@ def test_any_lease_gives_the_soonest_ending_and_only_as_many_as_needed() -> None
     assert LeaseReclaimPolicy().release(need(5, 4), leases, 0.0) == ("soon",)
     assert LeaseReclaimPolicy().release(need(5, 14), leases, 0.0) == ("soon", "late")
     assert LeaseReclaimPolicy().release(need(5, 99), leases, 0.0) == ("soon", "late")
-
-
-def test_of_later_programs_the_latest_give_way_and_others_after_the_engine_stood_idle() -> None:
-    policy = LaterProgramsReclaim()
-    assert policy.release(need(1, 15), THREE, 0.0) == ("c", "b")
-    assert policy.release(need(1, 5), THREE, 0.0) == ("c",)
-    assert policy.release(need(1, 21), THREE, 0.0) is None, "and not for nothing"
-    for idle_s, given in ((29.0, None), (30.0, ("c", "b"))):
-        idle = replace(need(9, 15, busy=False), idle_s=idle_s)
-        assert policy.release(idle, THREE, 0.0) == given
 
 
 def test_leases_end_in_the_eviction_order_those_of_waiting_programs_last() -> None:

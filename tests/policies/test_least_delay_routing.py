@@ -31,22 +31,14 @@ def request(
     return RoutingView("r", 0, 100, size_tokens, turns_left=turns_left, residents=residents)
 
 
-def to(view: RoutingView, policy: LeastDelayRouting | None = None) -> RoutingDecision:
-    replicas = [replica(name, *view.residents.get(name, ())) for name in "ab"]
-    return (policy or LeastDelayRouting()).route(view, replicas, 0.0)
-
-
 STAYS = ResidentProgramGroup(300, 300, 20, 100.0)
 
 
 def test_memory_lasts_where_programs_end_at_different_times() -> None:
-    # Sizes come to 1,200 of 1,000, but the one there has ended before the newcomer has grown.
-    there = {"a": (ResidentProgramGroup(690, 700, 9, 1.0),), "b": (ResidentProgramGroup(300, 700, 9, 10.0),)}
-    view = request(10.0, 500, **there)
-    assert to(view) == RoutingDecision("a", "least_delay")
-    both = request(10.0, 500, a=there["b"], b=there["b"])
-    assert to(both) == RoutingDecision(None, "no_room")
-    assert to(both).needs_tokens == 0, "later requests wait behind it"
+    """Sizes come to 1,200 of 1,000, but the one there has ended before the newcomer has grown."""
+    there = ResidentProgramGroup(690, 700, 9, 1.0)
+    route = LeastDelayRouting().route(request(10.0, 500, a=(there,)), [replica("a", there)], 0.0)
+    assert route == RoutingDecision("a", "least_delay")
 
 
 def test_it_stays_at_home_and_a_sub_agent_goes_to_its_parent() -> None:
@@ -121,4 +113,7 @@ def test_it_is_the_first_of_the_best_where_memory_lasts(
         rank = (one.load, delayed, one.homed) if alone else (delayed, one.load, one.homed)
         if best is None or rank < best:
             best, chosen = rank, one.replica_id
-    assert LeastDelayRouting().route(view, replicas, 0.0).replica_id == chosen
+    expected = RoutingDecision(chosen, "least_loaded" if alone else "least_delay", passes=alone)
+    if chosen is None:
+        expected = RoutingDecision(None, "no_room")  # and later requests wait behind it
+    assert LeastDelayRouting().route(view, replicas, 0.0) == expected

@@ -55,11 +55,6 @@ def sample(draw: Callable[[Random], int], random: Random, number: int = 500) -> 
 # -- no prediction, and the mean -----------------------------------------------------------------
 
 
-def test_a_policy_without_prediction_answers_none() -> None:
-    assert not RemainingTokensPolicy().predicts
-    assert RemainingTokensPolicy().remaining(OutputLengthView("r", 5, 100, [10] * 99, 50, 0.1), 0.0) is None
-
-
 @pytest.mark.parametrize("policy", [SurvivalPrediction(), SurvivalPrediction(hints=False)])
 def test_no_prediction_for_a_type_with_few_samples(policy: RemainingTokensPolicy) -> None:
     few = OutputLengthView("r", 0, 100, [50] * (MIN_OUTPUTS - 1))

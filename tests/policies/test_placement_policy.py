@@ -6,14 +6,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 from sojourn.ids import ProgramId
 from sojourn_server.policies.eviction_policies import DEVICE_EVICTION_ORDER, TypedLabelEviction
 from sojourn_server.policies.placement.placement_policy import (
     MoveReason,
     MoveTiming,
-    PlacementPolicy,
     TierMove,
 )
 from sojourn_server.policies.placement.placement_views import (
@@ -149,23 +147,6 @@ def test_size_is_the_context_and_what_is_already_known_to_come() -> None:
     assert newcomer("new", 0).device_blocks == 1
 
 
-# -- stickiness (M8, §4.3) -------------------------------------------------------------------
-
-
-def test_without_a_violation_or_free_memory_nothing_moves() -> None:
-    """§1: "until a capacity violation forces a demotion or idle capacity … allows promotion"."""
-    seen = view(
-        program("idle", DEVICE, ACTING, 1.0, 60),
-        program("reasoning", DEVICE, REASONING, 0.9, 40),
-        program("busy, ready", HOST, READY, 0.0, 60),
-        program("returning", WAITING, READY, 0.0, 60),
-        newcomer("new"),
-    )
-    assert PAPER.moves(seen, NOW) == ()
-    assert PAPER.moves(seen, NOW + 50.0) == ()
-    assert PAPER.moves(view(), NOW) == ()
-
-
 # -- disk (M9, §7.1) -------------------------------------------------------------------------
 
 
@@ -293,20 +274,3 @@ def test_on_the_device_the_longest_unused_of_a_label_goes_first_and_what_is_over
     }
     ranked = sorted(owners, key=lambda name: order.score(order.score_inputs(owners[name]), scale))
     assert ranked == ["over", "gone", "idle, on disk", "idle, new", "busy, old", "busy, new"]
-
-
-# -- settings --------------------------------------------------------------------------------
-
-
-def test_no_placement_never_moves_programs() -> None:
-    crowded = view(*[program(f"p{i}", DEVICE, ACTING, 1.0, 90) for i in range(3)], newcomer("new"))
-    assert PlacementPolicy().moves(crowded, NOW) == ()
-    assert not PlacementPolicy().is_used
-
-
-@pytest.mark.parametrize(
-    "options", [{"tick_s": 0.0}, {"disk_idleness": 1.5}, {"patience_s": -1.0}, {"disk_idleness": math.nan}]
-)
-def test_settings_that_make_no_sense(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="Expected"):
-        msgspec.convert(options, RelativeIdlenessPlacement)

@@ -407,26 +407,21 @@ class World(RuleBasedStateMachine):
         names |= {move.program_id for move in answer if move.reason is MoveReason.ABSENT}
         stays = [program for name, program in by_name.items() if name not in names]
         for gone in chosen:
-            if gone.pending:
-                continue
             for other in stays:
-                if other.activity is ACTING:
-                    assert gone.activity is not REASONING, "acting before reasoning"
-                if other.activity is gone.activity and not other.pending:
-                    assert gone.idleness.at(self.now) >= other.idleness.at(self.now), "the most idle first"
+                marked = other.pending and other.activity is REASONING
+                if not marked and (other.pending or other.activity is not READY):
+                    assert self.place_to_leave(gone) < self.place_to_leave(other)
         over = all(move.reason is MoveReason.OVER_CAPACITY for move in answer if move.to is not DEVICE)
         if chosen and over and not any(program.pending for program in view.on_device):
-            last = max(
-                chosen,
-                key=lambda p: (
-                    p.activity is REASONING,
-                    -p.idleness.at(self.now),
-                    p.last_active_s,
-                    p.program_id,
-                ),
-            )
-            total = sum(map(self.size, stays)) + self.size(last)
+            total = sum(map(self.size, stays)) + self.size(max(chosen, key=self.place_to_leave))
             assert total > view.device.budget_blocks, "no more than have to"
+
+    def place_to_leave(self, program: ProgramTierView) -> tuple[object, ...]:
+        """Pending programs whose turn is over, then those that act, then those that reason, and of each the
+        most idle first; of equal ones the least recently active."""
+        is_over = program.pending and program.activity is not REASONING
+        level = 0 if is_over else 1 if program.activity is ACTING else 2
+        return (level, -program.idleness.at(self.now), program.last_active_s, program.program_id)
 
     def promotion_is_in_order(self, view: PlacementView, answer: tuple[TierMove, ...]) -> None:
         promoted = [move.program_id for move in answer if move.reason is MoveReason.FREE_CAPACITY]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,41 +27,33 @@ OFFLOAD, RECOMPUTE = RecoveryMethod.OFFLOAD, RecoveryMethod.RECOMPUTE
 # -- how long copying takes ------------------------------------------------------------------------
 
 
-def test_copying_is_out_and_back() -> None:
-    assert VICTIM.offload_s == pytest.approx(0.4 + 0.6)
-
-
-def test_what_is_out_already_only_has_to_come_back() -> None:
-    assert VICTIM._replace(copied_tokens=500).offload_s == pytest.approx(0.2 + 0.6)
-    assert VICTIM._replace(copied_tokens=1000).offload_s == pytest.approx(0.6)
-    assert VICTIM._replace(copied_tokens=9999).offload_s == pytest.approx(0.6), "more than all of it is all"
-
-
-def test_it_waits_for_what_the_link_does_before() -> None:
-    assert VICTIM._replace(queued_s=3.0).offload_s == pytest.approx(4.0)
-    assert VICTIM._replace(queued_s=3.0, loads_queued_s=2.0).offload_s == pytest.approx(4.0)
-    assert VICTIM._replace(queued_s=3.0, loads_queued_s=5.0).offload_s == pytest.approx(5.6)
-
-
 @pytest.mark.parametrize(
-    "lacking",
+    ("changes", "offload_s"),
     [
-        {"offload_s_per_token": None},
-        {"offload_s_per_token": NO_OFFLOAD_S_PER_TOKEN},
-        {"load_back_s_per_token": None},
+        ({}, 0.4 + 0.6),
+        # What is out already only has to come back. More than all of it is all.
+        ({"copied_tokens": 500}, 0.2 + 0.6),
+        ({"copied_tokens": 1000}, 0.6),
+        ({"copied_tokens": 9999}, 0.6),
+        # It waits for what the link does before.
+        ({"queued_s": 3.0}, 4.0),
+        ({"queued_s": 3.0, "loads_queued_s": 2.0}, 4.0),
+        ({"queued_s": 3.0, "loads_queued_s": 5.0}, 5.6),
+        ({"offload_s_per_token": None}, math.inf),
+        ({"load_back_s_per_token": None}, math.inf),
+        # Copied blocks need no free memory.
+        ({"offload_s_per_token": NO_OFFLOAD_S_PER_TOKEN}, math.inf),
+        ({"offload_s_per_token": NO_OFFLOAD_S_PER_TOKEN, "copied_tokens": 999}, math.inf),
+        ({"offload_s_per_token": NO_OFFLOAD_S_PER_TOKEN, "copied_tokens": 1000}, 0.6),
     ],
 )
-def test_where_there_is_nowhere_to_copying_takes_for_ever(lacking: dict[str, float | None]) -> None:
-    nowhere = VICTIM._replace(**lacking)
-    assert nowhere.offload_s == math.inf
-    assert RecoveryPolicy().recovery(nowhere, 0.0) is RECOMPUTE
-    assert CheaperRecovery().recovery(nowhere._replace(recompute_s=math.inf), 0.0) is RECOMPUTE
-
-
-def test_copied_blocks_need_no_free_memory() -> None:
-    no_room = VICTIM._replace(offload_s_per_token=NO_OFFLOAD_S_PER_TOKEN)
-    assert no_room._replace(copied_tokens=999).offload_s == math.inf
-    assert no_room._replace(copied_tokens=1000).offload_s == pytest.approx(0.6)
+def test_copying_is_out_and_back_and_takes_for_ever_where_there_is_no_room(
+    changes: dict[str, Any], offload_s: float
+) -> None:
+    victim = VICTIM._replace(recompute_s=math.inf, **changes)
+    assert victim.offload_s == pytest.approx(offload_s)
+    way = OFFLOAD if offload_s < math.inf else RECOMPUTE
+    assert RecoveryPolicy().recovery(victim, 0.0) is CheaperRecovery().recovery(victim, 0.0) is way
 
 
 views = st.builds(

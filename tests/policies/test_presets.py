@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from sojourn_server.policies.admission_policies import AdmissionPolicy, ExpectedGrowthAdmission
-from sojourn_server.policies.lease_reclaim_policies import LatestProgramReclaim
+from sojourn_server.policies.admission_policies import AdmissionPolicy
+from sojourn_server.policies.eviction_policies import WorkflowAwareLruEviction
+from sojourn_server.policies.lease_reclaim_policies import EvictionOrderReclaim, LatestProgramReclaim
+from sojourn_server.policies.preemption_policies import VictimPolicy
 from sojourn_server.policies.preset import (
     POLICY_CLASSES,
     PresetError,
@@ -12,7 +16,14 @@ from sojourn_server.policies.preset import (
     parse_preset,
     preset_names,
 )
-from sojourn_server.policies.retention_policies import ContinuumRetention, FixedRetention, RetentionPolicy
+from sojourn_server.policies.queue_order_policies import QueueOrderPolicy
+from sojourn_server.policies.retention_policies import (
+    ContinuumRetention,
+    FixedRetention,
+    RetentionPolicy,
+    ToolTypeRetention,
+)
+from sojourn_server.policies.workflow_prediction import ThreeTierPrediction
 
 BASE = 'extends = "continuum"\n'
 
@@ -30,30 +41,38 @@ def test_the_shipped_presets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "retention", "base", "differs"),
+    ("name", "base", "differs"),
     [
-        ("fixed-ttl", FixedRetention(ttl_s=10.0), "continuum", {"retention", "admission"}),
-        ("program-fcfs", RetentionPolicy(), "continuum-paper", {"retention"}),
-        ("static-ttl", ContinuumRetention(min_samples=10**9), "continuum-paper", {"retention"}),
+        ("fixed-ttl", "continuum", {"retention": FixedRetention(ttl_s=10.0), "admission": AdmissionPolicy()}),
+        ("program-fcfs", "continuum-paper", {"retention": RetentionPolicy()}),
+        ("static-ttl", "continuum-paper", {"retention": ContinuumRetention(min_samples=10**9)}),
+        (
+            "continuum-paper",
+            "continuum",
+            {"admission": AdmissionPolicy(), "lease_reclaim": LatestProgramReclaim(spares_earlier=False)},
+        ),
+        (
+            "saga-paper",
+            "saga",
+            {
+                "workflow_prediction": ThreeTierPrediction(),
+                "retention": ToolTypeRetention(evicts=True),
+                "eviction": WorkflowAwareLruEviction(),
+                "admission": AdmissionPolicy(),
+                "order": QueueOrderPolicy(),
+                "lease_reclaim": EvictionOrderReclaim(),
+                "victim": VictimPolicy(),
+            },
+        ),
     ],
 )
-def test_how_an_ablation_differs_from_continuum(
-    name: str, retention: object, base: str, differs: set[str]
-) -> None:
-    extended, ablation = load_preset(base), load_preset(name)
-    assert ablation.retention == retention
-    for question in POLICY_CLASSES.keys() - differs:
-        assert getattr(ablation, question) == getattr(extended, question)
-
-
-def test_continuum_differs_from_the_paper_in_admission_and_in_whose_leases_a_waiting_request_takes() -> None:
-    ours, paper = load_preset("continuum"), load_preset("continuum-paper")
-    assert (ours.lease_reclaim, paper.lease_reclaim) == (
-        LatestProgramReclaim(), LatestProgramReclaim(spares_earlier=False)
-    )  # fmt: skip
-    assert (type(ours.admission), type(paper.admission)) == (ExpectedGrowthAdmission, AdmissionPolicy)
-    for question in POLICY_CLASSES.keys() - {"admission", "lease_reclaim"}:
-        assert getattr(ours, question) == getattr(paper, question)
+def test_how_an_ablation_differs_from_continuum(name: str, base: str, differs: dict[str, Any]) -> None:
+    ablation, whole = load_preset(name), load_preset(base)
+    assert differs == {
+        question: getattr(ablation, question)
+        for question in POLICY_CLASSES
+        if getattr(ablation, question) != getattr(whole, question)
+    }
 
 
 @pytest.mark.parametrize(
@@ -73,6 +92,7 @@ def test_continuum_differs_from_the_paper_in_admission_and_in_whose_leases_a_wai
         (BASE + 'retention = { policy = "fixed", ttl_s = "5" }', "retention: Expected `float`, got `str`"),
         (BASE + 'retention = { policy = "continuum", min_samples = -1 }', "retention: .*min_samples"),
         (BASE + 'retention = { policy = "continuum", _rule = 1 }', "retention: unknown setting '_rule'"),
+        (BASE + 'placement = { policy = "relative-idleness", tick_s = 0.0 }', "placement: .*tick_s"),
         (BASE + 'ended = "gone"', "ended: Invalid enum value 'gone'"),
         (BASE + 'ended = ["left"]', "bad.toml: ended: "),
         ('name = "empty"', "bad.toml: retention: None; expected"),

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.aeg import END
 from sojourn.ids import ProgramId
-from sojourn_server.policies.admission_policies import AdmissionPolicy
 from sojourn_server.policies.eviction_policies import WorkflowAwareLruEviction
 from sojourn_server.policies.policy_protocols import (
     DecisionReason,
@@ -29,8 +28,6 @@ from sojourn_server.policies.policy_views import (
     WorkflowStepView,
 )
 from sojourn_server.policies.prefetch_policies import LikeliestSuccessorPrefetch
-from sojourn_server.policies.preset import POLICY_CLASSES, load_preset
-from sojourn_server.policies.queue_order_policies import QueueOrderPolicy
 from sojourn_server.policies.retention_policies import ToolTypeRetention
 from sojourn_server.policies.workflow_prediction import (
     NO_NEXT_STEP_PREDICTION,
@@ -247,20 +244,3 @@ def test_it_is_loaded_into_spare_blocks_where_copying_is_faster_and_the_link_is_
         view._replace(host_blocks=0),
     ):
         assert policy.load_ahead(other, 0.0) == 0
-
-
-# -- presets ---------------------------------------------------------------------------------
-
-
-def test_saga_paper_differs_in_admission_order_and_preemption():
-    ours, printed = load_preset("saga"), load_preset("saga-paper")
-    differing = {name for name in POLICY_CLASSES if getattr(ours, name) != getattr(printed, name)}
-    as_in_continuum = {"admission", "order", "lease_reclaim", "victim"}
-    assert differing == {"eviction", "workflow_prediction", "retention"} | as_in_continuum
-    assert (ours.eviction.size, printed.eviction) == (0.0, WorkflowAwareLruEviction())
-    assert ours.workflow_prediction == replace(printed.workflow_prediction, calls_tell=True)
-    assert (ours.retention, printed.retention) == (ToolTypeRetention(), ToolTypeRetention(evicts=True))
-    assert printed.admission == AdmissionPolicy()
-    assert printed.order == QueueOrderPolicy()
-    continuum = load_preset("continuum")
-    assert all(getattr(ours, name) == getattr(continuum, name) for name in as_in_continuum)
