@@ -22,10 +22,8 @@ Engine = TypeVar("Engine", bound="FakeEngine")
 class FakeEngine:
     """Answers like one ``vllm serve`` with the sojourn plugin."""
 
-    def __init__(
-        self, *, blocks: int = 1001, block_size: int = 16, key: str | None = None, shared_disk: bool = False
-    ) -> None:
-        self.blocks, self.block_size, self.key = blocks, block_size, key
+    def __init__(self, *, key: str | None = None, shared_disk: bool = False) -> None:
+        self.blocks, self.block_size, self.key = 1001, 16, key
         self.started_s = 1.0
         """Reported start time. A new number means that the engine was restarted."""
         self.healthy = True
@@ -88,6 +86,17 @@ class FakeEngine:
     def name(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    @property
+    def hint(self) -> dict[str, Any]:
+        """The hint of the last request that generates."""
+        hint: dict[str, Any] = json.loads(self.requests[-1]["vllm_xargs"]["agentic_context"])
+        return hint
+
+    @property
+    def attached(self) -> list[tuple[str, str]]:
+        """Types and programs of the events in that hint."""
+        return [(event["type"], event["program_id"]) for event in self.hint["sojourn"].get("events", [])]
+
     async def start(self) -> None:
         bound = socket.socket(proto=socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -97,8 +106,12 @@ class FakeEngine:
 
         async def record(scope: Any, receive: Any, send: Any) -> None:
             names = Headers(scope=scope)
-            self.asked.append((scope["path"], names.get("authorization"), names.get("x-api-key")))
-            await app(scope, receive, send)
+            shown = names.get("authorization")
+            self.asked.append((scope["path"], shown, names.get("x-api-key")))
+            is_open = self.key is None or scope["path"] in ("/health", "/metrics")
+            is_allowed = is_open or shown == f"Bearer {self.key}"
+            answer = app if is_allowed else JSONResponse({"error": "Unauthorized"}, 401)
+            await answer(scope, receive, send)
 
         config = uvicorn.Config(record, log_level="error", ws="none", lifespan="off", loop="asyncio")
         self._server = uvicorn.Server(config)
@@ -170,17 +183,10 @@ class FakeEngine:
             f'num_gpu_blocks="{self.blocks}"}} 1.0\n'
         )
 
-    def _allowed(self, request: Request) -> bool:
-        return self.key is None or request.headers.get("authorization") == f"Bearer {self.key}"
-
     async def _models(self, request: Request) -> Response:
-        if not self._allowed(request):
-            return JSONResponse({"error": "Unauthorized"}, 401)
         return JSONResponse({"object": "list", "data": [{"id": "tiny", "max_model_len": 4096}]})
 
     async def _capabilities(self, request: Request) -> Response:
-        if not self._allowed(request):
-            return JSONResponse({"error": "Unauthorized"}, 401)
         disk = {"blocks": 1000, "bytes": 1 << 20, "shared": True} if self.shared_disk else None
         tiers = {"connector": "x", "on": True, "host": {"blocks": 10, "bytes": 1}, "disk": disk}
         engine = {"block_size": self.block_size, "num_blocks": self.blocks, "max_num_seqs": self.max_num_seqs}
@@ -205,8 +211,6 @@ class FakeEngine:
     async def _take_events(self, request: Request) -> Response:
         if self.deaf:
             return Response(status_code=500)
-        if not self._allowed(request):
-            return JSONResponse({"error": "Unauthorized"}, 401)
         batch = await request.json()
         self.events += batch["events"]
         self.served -= {one["program_id"] for one in batch["events"] if one["type"] == "program_end"}
@@ -219,13 +223,8 @@ class FakeEngine:
         self.persisted.append(request.path_params["name"])
         left = 0 if len(self.persisted) > self.persist_looks else 160
         told = {"program_id": self.persisted[-1], "state": "writing", "reason": None, "turns": 1}
-        told |= {
-            "context_tokens": 1600,
-            "stored_tokens": 1600 - left,
-            "pending_tokens": left,
-            "compute_s": None,
-        }
-        return JSONResponse(told)
+        tokens = {"context_tokens": 1600, "stored_tokens": 1600 - left, "pending_tokens": left}
+        return JSONResponse({**told, **tokens, "compute_s": None})
 
     async def _stats(self, request: Request) -> Response:
         return JSONResponse({"programs": len(self.events)})
@@ -264,8 +263,6 @@ class FakeEngine:
         return JSONResponse({"tokens": [1, 2, 3]})
 
     async def _generate(self, request: Request) -> Response:
-        if not self._allowed(request):
-            return JSONResponse({"error": "Unauthorized"}, 401)
         self.bodies.append(await request.body())
         try:
             body = await request.json()
@@ -279,9 +276,7 @@ class FakeEngine:
             return JSONResponse({"error": {"message": message, "code": 500}}, 500)
         if self.break_before_first_byte:
             self.break_before_first_byte -= 1
-            for connection in list(self._server.server_state.connections):  # type: ignore[union-attr]
-                if getattr(connection, "scope", None) is request.scope:
-                    connection.transport.abort()
+            self._abort(request)
             await asyncio.sleep(3600)
         if self.hold is not None:
             waiting = asyncio.ensure_future(self.hold.wait())
@@ -305,6 +300,12 @@ class FakeEngine:
             return JSONResponse({"id": name, "model": "tiny", "text": self.name, "usage": usage})
         return StreamingResponse(self._counted(self._stream(request)), media_type="text/event-stream")
 
+    def _abort(self, request: Request) -> None:
+        """Break the connection of a request."""
+        for connection in list(self._server.server_state.connections):  # type: ignore[union-attr]
+            if getattr(connection, "scope", None) is request.scope:
+                connection.transport.abort()
+
     async def _counted(self, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         self.streaming += 1
         try:
@@ -325,9 +326,7 @@ class FakeEngine:
                 # Half an event, and then nothing.
                 yield b'data: {"half'
                 await asyncio.sleep(0.05)
-                for connection in list(self._server.server_state.connections):  # type: ignore[union-attr]
-                    if getattr(connection, "scope", None) is request.scope:
-                        connection.transport.abort()
+                self._abort(request)
                 return
             event = {
                 "number": number,

@@ -11,7 +11,6 @@ from fake_engine import FakeEngine, running
 from gateway_harness import World, world
 from sojourn_server.routing.routing_events import PairRole
 from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
-from sojourn_server.routing.routing_records import Replica
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -127,13 +126,3 @@ async def pairs(
     """Run a gateway in front of this many engines of each role."""
     async with pair_engines(prefill, decode) as (first, second), gateway_of(first, second, **options) as it:
         yield it, first, second
-
-
-def core_of(world: World) -> Any:
-    """The routing core of a gateway of pairs."""
-    return world.gateway.routing_backend.core  # type: ignore[attr-defined]
-
-
-def engines_of(world: World) -> dict[str, Replica]:
-    """The engines that the routing core of a gateway of pairs knows, by replica id."""
-    return dict(core_of(world).fleet)

@@ -23,6 +23,8 @@ from sojourn_server.routing.routing_limits import RoutingLimits
 from starlette.applications import Starlette
 
 DEADLINE_S = 60.0
+KEYS = {"key-a": "a", "key-b": "b"}
+"""Tenants by their keys."""
 
 
 @dataclass
@@ -33,50 +35,63 @@ class World:
     url: str
     http: aiohttp.ClientSession
 
-    async def chat(
-        self, program: str | None = None, key: str | None = None, text: str = "hi", **more: Any
+    @property
+    def core(self) -> Any:
+        """The gateway's routing core."""
+        return self.gateway.routing_backend.core
+
+    async def send(
+        self,
+        path: str,
+        key: str | None = None,
+        *,
+        method: str = "POST",
+        headers: Mapping[str, str] | None = None,
+        **more: Any,
     ) -> aiohttp.ClientResponse:
-        """Send a chat completion. Its body has been read unless it is a stream."""
-        headers = {"Content-Type": "application/json"}
-        if program is not None:
-            headers["X-Session-ID"] = program
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        body = {"model": "tiny", "messages": [{"role": "user", "content": text}], **more}
-        answer = await self.http.post(
-            f"{self.url}/v1/chat/completions", data=json.dumps(body), headers=headers
-        )
-        if not body.get("stream"):
+        """Send a request. The answer's body has been read unless it is a stream of events."""
+        sent = {**(headers or {}), **({"Authorization": f"Bearer {key}"} if key is not None else {})}
+        answer = await self.http.request(method, self.url + path, headers=sent, **more)
+        if answer.content_type != "text/event-stream":
             await answer.read()
         return answer
 
+    async def chat(
+        self, program: str | None = None, key: str | None = None, text: str = "hi", **more: Any
+    ) -> aiohttp.ClientResponse:
+        """Send a chat completion."""
+        session = {"X-Session-ID": program} if program is not None else {}
+        body = {"model": "tiny", "messages": [{"role": "user", "content": text}], **more}
+        return await self.send("/v1/chat/completions", key, headers=session, json=body)
+
     async def events(self, *events: dict[str, Any], key: str | None = None, emitter: str = "e") -> list[Any]:
         """Report events, and return their outcomes."""
-        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         batch = {"v": 1, "emitter": emitter, "events": list(events)}
-        async with self.http.post(f"{self.url}/sojourn/v1/events", json=batch, headers=headers) as answer:
-            assert answer.status == 200, await answer.text()
-            return list((await answer.json())["outcomes"])
+        answer = await self.send("/sojourn/v1/events", key, json=batch)
+        assert answer.status == 200, await answer.text()
+        return list((await answer.json())["outcomes"])
 
     async def get(self, path: str, key: str | None = None) -> Any:
         """Return the JSON of a GET."""
-        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
-        async with self.http.get(self.url + path, headers=headers) as answer:
-            return await answer.json()
+        return await (await self.send(path, key, method="GET")).json()
+
+    async def metrics(self) -> str:
+        """Return the page of metrics."""
+        return await (await self.send("/metrics", method="GET")).text()
 
     async def drain(self, replica: str, word: str = "drain", key: str = "root") -> Any:
         """Let a replica's programs move at their next turns, or with ``stay`` no longer."""
-        url = f"{self.url}/sojourn/v1/replicas/{replica.replace('/', '%2F')}/{word}"
-        async with self.http.post(url, headers={"Authorization": f"Bearer {key}"}) as answer:
-            assert answer.status == 200, await answer.text()
-            return await answer.json()
+        path = f"/sojourn/v1/replicas/{replica.replace('/', '%2F')}/{word}"
+        answer = await self.send(path, key)
+        assert answer.status == 200, await answer.text()
+        return await answer.json()
 
-    async def home(self, program: str) -> str | None:
-        """Replica that is a program's home; ``None`` for an unknown program."""
-        for place in self.gateway.routing_backend.core.program_statuses():
-            if place.program_id == program:
-                return place.replica
-        return None
+
+def hint(program: str, *events: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The field of a body for a program's hint with events. ``more``: other members of the hint."""
+    own = {"v": 1, "emitter": "em", "events": list(events)}
+    context = {"program_id": program, "sojourn": own, **more}
+    return {"vllm_xargs": {"agentic_context": json.dumps(context), "other": 1}}
 
 
 @asynccontextmanager
@@ -151,5 +166,5 @@ async def until(holds: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Non
 
 async def lines(answer: aiohttp.ClientResponse) -> list[str]:
     """Return the data of a stream's events."""
-    text = (await answer.content.read()).decode()
+    text = (await answer.read()).decode()
     return [line[6:] for line in text.splitlines() if line.startswith("data: ")]

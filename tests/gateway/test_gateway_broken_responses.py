@@ -46,13 +46,13 @@ async def test_a_last_turn_that_was_cut_ends_no_program() -> None:
         fake.cut_after = 2
         told = await lines(await it.chat(stream=True, **last))
         assert "replica_lost" in told[-2]
-        await until(lambda: not it.gateway.routing_backend.core.requests)  # type: ignore[attr-defined]
-        assert [one.program_id for one in it.gateway.routing_backend.core.program_statuses()] == ["p"]
+        await until(lambda: not it.core.requests)
+        assert [one.program_id for one in it.core.program_statuses()] == ["p"]
         fake.cut_after = None
         await lines(await it.chat(stream=True, **last))
 
         async def is_over() -> bool:
-            return not it.gateway.routing_backend.core.program_statuses()
+            return not it.core.program_statuses()
 
         await until(is_over)
 
@@ -145,6 +145,6 @@ async def test_each_request_has_one_answer_or_one_error_and_leaves_nothing(seed:
 
         await until(is_quiet)
         await until(lambda: it.gateway.generation.open_requests == 0)
-        assert it.gateway.generation.bodies.held_bytes == len(it.gateway.routing_backend.core.waiting) == 0
+        assert it.gateway.generation.bodies.held_bytes == len(it.core.waiting) == 0
         for program in ("p0", "p1", "p2", "p3"):
             assert (await it.chat(program)).status == 200

@@ -13,7 +13,6 @@ from gateway_harness import World, world
 from sojourn_server.api.client_identity import identify
 
 RECORDED = json.loads((Path(__file__).parents[1] / "clients" / "recorded_requests.json").read_text())
-CLIENTS = ("Claude Code", "Codex", "OpenCode")
 
 
 class Shape(NamedTuple):
@@ -36,39 +35,32 @@ def recorded(client: str, role: str) -> Shape:
     return Shape(one["path"], headers, body, identity.program_id, identity.parent_id)
 
 
-def session_of(client: str) -> list[Shape]:
-    """The requests of a session whose second turn starts a sub-agent."""
-    turn, agent = recorded(client, "turn"), recorded(client, "sub-agent")
-    return [turn, turn, agent, agent, turn]
-
-
 async def send(it: World, shape: Shape, key: str | None = None, base: str = "") -> str:
     """Send a request, and return the replica that answered it."""
-    headers = shape.headers | ({"Authorization": f"Bearer {key}"} if key else {})
-    async with it.http.post(f"{it.url}{base}{shape.path}", json=shape.body, headers=headers) as answer:
-        assert answer.status == 200, await answer.text()
-        await answer.read()
-        return answer.headers["X-Sojourn-Replica"]
+    answer = await it.send(base + shape.path, key, json=shape.body, headers=shape.headers)
+    assert answer.status == 200, await answer.text()
+    return answer.headers["X-Sojourn-Replica"]
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", ["Claude Code", "Codex", "OpenCode"])
 async def test_each_session_is_its_tenants_program_and_its_sub_agents_are_children(client: str) -> None:
     tenants = {"ka": "alice", "kb": "bob"}
     async with engines(3) as fakes, world(fakes, preset='extends = "sojourn"', tenants=tenants) as it:
-        shapes = session_of(client)
+        turn, sub_agent = recorded(client, "turn"), recorded(client, "sub-agent")
+        shapes = [turn, turn, sub_agent, sub_agent, turn]  # the second turn starts the sub-agent
         at = [await send(it, shape, "ka") for shape in shapes]
-        programs = it.gateway.routing_backend.core.programs
-        root, agent = shapes[0].program, shapes[2].program
+        programs = it.core.programs
+        root, agent = turn.program, sub_agent.program
         assert {key: one.parent for key, one in programs.items()} == {
             ("alice", root): None,
             ("alice", agent): ("alice", root),
         }
         assert len({at[0], at[1], at[4]}) == 1, "each turn where the session's KV is"
         assert at[2] == at[3]
-        await send(it, shapes[0], "kb")
+        await send(it, turn, "kb")
         sent = [headers for fake in fakes for headers in fake.headers]
         of_agent = [headers for headers in sent if headers["x-session-id"] == f"alice/{agent}"]
-        assert [one["x-parent-session-id"] for one in of_agent] == [f"alice/{shapes[2].parent}"] * 2
+        assert [one["x-parent-session-id"] for one in of_agent] == [f"alice/{sub_agent.parent}"] * 2
         if client != "OpenCode":
             assert [one["x-root-session-id"] for one in of_agent] == [f"alice/{root}"] * 2
         if client == "Codex":
@@ -98,15 +90,14 @@ async def test_the_base_url_or_the_operators_header_may_name_the_program() -> No
         await send(it, anonymous, "ka", "/sojourn/session/caf%C3%A9")
         named = f"{uuid.UUID(int=1)}日"
         await send(it, anonymous._replace(body={**anonymous.body, "prompt_cache_key": named}), "ka")
-        ids = {key[1] for key in it.gateway.routing_backend.core.programs}
+        ids = {key[1] for key in it.core.programs}
         assert ids == {headers["x-session-id"] for headers in fake.headers}
         assert "caf%C3%A9" in ids
-        keyed = {"Authorization": "Bearer ka"}
-        for path, status in (("/sojourn/session/a/v1/models", 200), ("/sojourn/session/a/v2/models", 404)):
-            async with it.http.get(it.url + path, headers=keyed) as answer:
-                assert answer.status == status
-        async with it.http.post(f"{it.url}/sojourn/session/a/v1/messages", json={}) as answer:
-            assert (answer.status, (await answer.json())["type"]) == (401, "error")
+        for version, status in (("v1", 200), ("v2", 404)):
+            answer = await it.send(f"/sojourn/session/a/{version}/models", "ka", method="GET")
+            assert answer.status == status
+        answer = await it.send("/sojourn/session/a/v1/messages", json={})
+        assert (answer.status, (await answer.json())["type"]) == (401, "error")
 
 
 @pytest.mark.parametrize(
@@ -122,12 +113,10 @@ async def test_the_base_url_or_the_operators_header_may_name_the_program() -> No
 )
 async def test_an_error_has_the_format_of_the_api_that_was_asked(method: str, path: str, status: int) -> None:
     async with engines(1) as fakes, world(fakes, max_body_bytes=100) as it:
-        async with it.http.request(
-            method, it.url + path, data=b"x" * 200 if status == 413 else None
-        ) as answer:
-            assert answer.status == status
-            assert answer.headers["X-Sojourn-Gateway"] == "1"
-            error = await answer.json()
+        answer = await it.send(path, method=method, data=b"x" * 200 if status == 413 else None)
+        assert answer.status == status
+        assert answer.headers["X-Sojourn-Gateway"] == "1"
+        error = await answer.json()
         assert error["error"]["message"]
         assert ("type" in error, "code" in error["error"]) == (
             (True, False) if "messages" in path else (False, True)
@@ -139,5 +128,5 @@ async def test_a_websocket_offer_is_answered_so_that_codex_falls_back_at_once() 
     async with engines(1) as fakes, world(fakes) as it:
         offer = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Key": "eA=="}
         for path in ("/v1/responses", "/sojourn/session/s/v1/responses", "/v1/realtime"):
-            async with it.http.get(it.url + path, headers=offer) as answer:
-                assert (answer.status, bool((await answer.json())["error"]["message"])) == (426, True)
+            answer = await it.send(path, method="GET", headers=offer)
+            assert (answer.status, bool((await answer.json())["error"]["message"])) == (426, True)

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from fake_engine import FakeEngine, running
+from fake_engine import engines
 from sojourn_server.gateway.http import engine_monitor
 from sojourn_server.gateway.http.engine_client import EngineClient
 from sojourn_server.gateway.http.engine_monitor import SILENT_DEAD_S, EngineMonitor
@@ -64,8 +64,7 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_an_engine_is_registered_with_its_load_and_its_programs() -> None:
-    fake = FakeEngine()
-    async with running(fake):
+    async with engines(1) as [fake]:
         fake.served.add("p")
         async with monitored(fake.url) as it:
             [seen], [load] = it.of(ReplicaRegistered), it.of(KvReported)
@@ -75,8 +74,7 @@ async def test_an_engine_is_registered_with_its_load_and_its_programs() -> None:
 
 
 async def test_a_silent_engine_is_dead_only_after_some_time() -> None:
-    fake = FakeEngine()
-    async with running(fake), monitored(fake.url) as it:
+    async with engines(1) as [fake], monitored(fake.url) as it:
         fake.silent = True
         it.now = SILENT_DEAD_S - 1
         await it.monitor.poll_all()
@@ -91,8 +89,7 @@ async def test_a_silent_engine_is_dead_only_after_some_time() -> None:
 
 
 async def test_an_engine_that_refuses_connections_is_dead_at_once() -> None:
-    fake = FakeEngine()
-    async with running(fake), monitored(fake.url) as it:
+    async with engines(1) as [fake], monitored(fake.url) as it:
         await fake.kill()
         await it.monitor.poll_all()
         assert len(it.of(ReplicaGone)) == 1
@@ -120,8 +117,7 @@ async def test_only_errors_in_a_row_make_an_engine_dead(statuses: tuple[int, ...
 async def test_an_engine_that_was_waited_for_and_asks_for_a_key_is_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    fake = FakeEngine(key="k")
-    async with running(fake):
+    async with engines(1, key="k") as [fake]:
         await fake.kill()
         async with monitored(fake.url) as it:
             assert "no engine answers" in caplog.text
@@ -132,8 +128,7 @@ async def test_an_engine_that_was_waited_for_and_asks_for_a_key_is_named_once(
 
 
 async def test_an_unknown_replica_is_gone_and_engines_come_and_go() -> None:
-    fake = FakeEngine()
-    async with running(fake), monitored(fake.url) as it:
+    async with engines(1) as [fake], monitored(fake.url) as it:
         it.monitor.probe(ProbeReplica("nowhere", "1"))
         assert it.of(ReplicaGone) == [ReplicaGone("nowhere", "1")]
         it.monitor.watch({}, absent=["Engine"])

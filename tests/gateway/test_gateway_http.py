@@ -15,6 +15,7 @@ from sojourn_server.gateway.http.generation_request import PromptSizeEstimator
 from sojourn_server.gateway.http.routing_backend import RoutingBackend
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 from sojourn_server.routing import routing_events
+from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_from_preset import build_routing_core
 from sojourn_server.routing.routing_limits import RoutingLimits
 
@@ -37,9 +38,9 @@ async def test_a_request_arrives_as_it_was_sent_but_for_encoding_and_headers(enc
             "Expect": "100-continue",
             "Accept-Encoding": "gzip",
         }
-        url = f"{it.url}/v1/chat/completions?a=b%20c"
-        async with it.http.post(url, data=body.encode(encoding), headers=headers) as answer:
-            assert answer.status == 200
+        sent = body.encode(encoding)
+        answer = await it.send("/v1/chat/completions?a=b%20c", data=sent, headers=headers)
+        assert answer.status == 200
         got = dict(fakes[0].raw_headers[0])
         assert got[b"authorization"] == b"Bearer engines"
         assert got[b"x-session-id"] == b"p"
@@ -55,9 +56,9 @@ async def test_a_request_arrives_as_it_was_sent_but_for_encoding_and_headers(enc
 async def test_a_stream_is_passed_on_untouched(path: str) -> None:
     async with engines(1) as fakes, world(fakes) as it:
         body = {"model": "tiny", "stream": True, "messages": []}
-        async with it.http.post(f"{it.url}{path}", json=body) as through:
-            told = await through.read()
-            assert through.headers["Content-Type"].startswith("text/event-stream")
+        through = await it.send(path, json=body)
+        assert through.content_type == "text/event-stream"
+        told = await through.read()
         async with it.http.post(f"{fakes[0].url}{path}", json=body) as direct:
             assert told == await direct.read()
 
@@ -65,19 +66,15 @@ async def test_a_stream_is_passed_on_untouched(path: str) -> None:
 async def test_models_and_tokens_are_any_engines_answer() -> None:
     async with engines(2) as fakes, world(fakes) as it:
         assert (await it.get("/v1/models"))["data"][0]["id"] == "tiny"
-        async with it.http.post(f"{it.url}/tokenize", json={"prompt": "x"}) as answer:
-            assert (await answer.json())["tokens"] == [1, 2, 3]
         await fakes[0].kill()
-        async with it.http.post(f"{it.url}/tokenize", json={"prompt": "x"}) as answer:
-            assert (await answer.json())["tokens"] == [1, 2, 3]
+        answer = await it.send("/tokenize", json={"prompt": "x"})
+        assert (await answer.json())["tokens"] == [1, 2, 3]
         body, session = {"messages": [1, 2]}, {"X-Claude-Code-Session-Id": "s"}
-        url = f"{it.url}/v1/messages/count_tokens?beta=true"
-        async with it.http.post(url, json=body, headers=session) as answer:
-            assert await answer.json() == {"input_tokens": 2}
-        assert not it.gateway.routing_backend.core.programs, "it is no turn"
+        answer = await it.send("/v1/messages/count_tokens?beta=true", json=body, headers=session)
+        assert await answer.json() == {"input_tokens": 2}
+        assert not it.core.programs, "it is no turn"
         assert "x-claude-code-session-id" not in fakes[1].headers[-1]
-        async with it.http.get(f"{it.url}/nowhere") as answer:
-            assert answer.status == 404
+        assert (await it.send("/nowhere", method="GET")).status == 404
 
 
 # -- faults -----------------------------------------------------------------------
@@ -87,12 +84,13 @@ async def test_models_and_tokens_are_any_engines_answer() -> None:
 async def test_a_stream_that_breaks_off_ends_with_an_error_inside_it(path: str) -> None:
     async with engines(1) as fakes, world(fakes) as it:
         fakes[0].cut_after = 2
-        async with it.http.post(f"{it.url}{path}", json={"stream": True, "model": "tiny"}) as answer:
-            assert answer.status == 200
-            found = await lines(answer)
+        answer = await it.send(path, json={"stream": True, "model": "tiny"})
+        assert answer.status == 200
+        found = await lines(answer)
         assert [json.loads(line)["number"] for line in found[:2]] == [0, 1]
         error = json.loads(found[2])  # whole JSON: half an event does not get through
         assert "half" not in json.dumps(found)
+        assert "send the request again" in json.dumps(error)
         if path == "/v1/chat/completions":
             assert error["error"]["type"] == "replica_lost"
             assert found[3] == "[DONE]"
@@ -132,16 +130,16 @@ async def test_a_conversation_is_a_program_where_its_engine_is_once_it_is_contin
             body: dict[str, Any] = {"input": "x", "request_id": f"resp_{number}"}
             if number:
                 body["previous_response_id"] = f"resp_{number - 1}"
-            async with it.http.post(f"{it.url}/v1/responses", json=body) as answer:
-                assert answer.status == status, await answer.text()
-                return answer.headers.get("X-Sojourn-Replica")
+            answer = await it.send("/v1/responses", json=body)
+            assert answer.status == status, await answer.text()
+            return answer.headers.get("X-Sojourn-Replica")
 
         home = await respond(0)
-        assert not it.gateway.routing_backend.core.programs
+        assert not it.core.programs
         if restarts:
             it = await stack.enter_async_context(world(fakes, preset=IN_TURN, poll_s=3600))
         assert [await respond(number) for number in (1, 2, 3)] == [home] * 3
-        assert await it.home("conversation-resp_0") == home
+        assert it.core.home("default", "conversation-resp_0") == home
         [engine] = [fake for fake in fakes if fake.name == home]
         sent = [headers.get("x-session-id") for headers in engine.headers]
         assert sent == [None, *["conversation-resp_0"] * 3]
@@ -151,21 +149,19 @@ async def test_a_conversation_is_a_program_where_its_engine_is_once_it_is_contin
 
 async def test_a_stored_answer_is_read_and_cancelled_where_it_is() -> None:
     async with engines(3) as fakes, world(fakes) as it:
-        async with it.http.post(
-            f"{it.url}/v1/responses", json={"input": "x", "request_id": "resp_1", "background": True}
-        ) as answer:
-            home = answer.headers["X-Sojourn-Replica"]
+        body = {"input": "x", "request_id": "resp_1", "background": True}
+        home = (await it.send("/v1/responses", json=body)).headers["X-Sojourn-Replica"]
         fakes[0].stored["resp_2"] = {"id": "resp_2", "at": fakes[0].name}  # of another gateway
         for name, at in (("resp_1", home), ("resp_2", fakes[0].name)):
             found = await it.get(f"/v1/responses/{name}")
             assert (found["id"], found["at"]) == (name, at)
-            async with it.http.post(f"{it.url}/v1/responses/{name}/cancel") as answer:
-                assert (answer.status, answer.headers["X-Sojourn-Replica"]) == (200, at)
+            answer = await it.send(f"/v1/responses/{name}/cancel")
+            assert (answer.status, answer.headers["X-Sojourn-Replica"]) == (200, at)
             assert name in next(fake for fake in fakes if fake.name == at).cancelled
-        async with it.http.get(f"{it.url}/v1/responses/resp_1?stream=true") as answer:
-            assert (await lines(answer))[-1] == "[DONE]"
-        async with it.http.get(f"{it.url}/v1/responses/resp_3") as answer:
-            assert (answer.status, "resp_3" in await answer.text()) == (404, True)
+        answer = await it.send("/v1/responses/resp_1?stream=true", method="GET")
+        assert (await lines(answer))[-1] == "[DONE]"
+        answer = await it.send("/v1/responses/resp_3", method="GET")
+        assert (answer.status, "resp_3" in await answer.text()) == (404, True)
 
 
 def test_events_reported_during_an_event_come_after_it() -> None:
@@ -190,15 +186,6 @@ def test_events_reported_during_an_event_come_after_it() -> None:
     assert len(core.fleet) == 1
 
 
-def test_a_failing_core_rejects_and_leaves_no_request_waiting() -> None:
-    core = build_routing_core(parse_cluster_preset('routing = "round-robin"', source="x"))
-    routing_backend = RoutingBackend(core, clock=lambda: 0.0)
-    core.take = None  # type: ignore[assignment]
-    refused = routing_backend.open(routing_events.RequestReceived("r", "t", 10))._decisions[0]
-    assert isinstance(refused, routing_events.RejectRequest)
-    assert refused.status == 500
-
-
 # -- bad input --------------------------------------------------------------------
 
 
@@ -217,11 +204,9 @@ async def test_bad_requests_are_refused_before_any_engine(
     body: bytes, headers: dict[str, str], status: int, told: str
 ) -> None:
     async with engines(1) as fakes, world(fakes, max_body_bytes=2000) as it:
-        async with it.http.post(
-            f"{it.url}/v1/chat/completions", data=body, headers=headers, compress=None
-        ) as answer:
-            assert answer.status == status
-            assert told in (await answer.json())["error"]["message"]
+        answer = await it.send("/v1/chat/completions", data=body, headers=headers, compress=None)
+        assert answer.status == status
+        assert told in (await answer.json())["error"]["message"]
         assert not fakes[0].requests
         assert not it.gateway.generation.bodies.held_bytes
 
@@ -251,14 +236,17 @@ async def test_an_error_of_ours_is_answered_as_one_and_its_request_is_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with engines(1) as fakes, world(fakes) as it:
-        core = it.gateway.routing_backend.core  # type: ignore[attr-defined]
-        for place, name in ((proxy_request, "engine_request_headers"), (PromptSizeEstimator, "tokens")):
+        for place, name in (
+            (proxy_request, "engine_request_headers"),
+            (PromptSizeEstimator, "tokens"),
+            (RoutingCore, "take"),
+        ):
             with monkeypatch.context() as patched:
                 patched.setattr(place, name, lambda *args, **more: 1 / 0)
                 answer = await it.chat("p")
             assert (answer.status, (await answer.json())["error"]["code"]) == (500, "gateway_failed")
             assert answer.headers["X-Sojourn-Gateway"] == "1"
-            await until(lambda: not core.requests)
+            await until(lambda: not it.core.requests)
         assert "ZeroDivisionError" in caplog.text
         caplog.clear()
         assert (await it.chat("p")).status == 200
@@ -266,18 +254,13 @@ async def test_an_error_of_ours_is_answered_as_one_and_its_request_is_over(
 
 async def test_only_an_operator_drains_and_switches_the_policy() -> None:
     async with engines(1) as fakes, world(fakes, admin_key="root") as it:
-        for word in ("drain", "stay"):
-            async with it.http.post(f"{it.url}/sojourn/v1/replicas/nowhere/{word}") as answer:
-                assert answer.status == 403
-        for path in (f"replicas/{fakes[0].name}/drain", "policy?on=false"):
-            async with it.http.post(f"{it.url}/sojourn/v1/{path}") as answer:
-                assert answer.status == 403
+        for path in ("replicas/nowhere/stay", f"replicas/{fakes[0].name}/drain", "policy?on=false"):
+            assert (await it.send(f"/sojourn/v1/{path}")).status == 403
         for word, health in (("drain", "draining"), ("stay", "up")):
             assert (await it.drain(fakes[0].name, word))["health"] == health
-        url = f"{it.url}/sojourn/v1/replicas/nowhere/drain"
-        async with it.http.post(url, headers={"Authorization": "Bearer root"}) as answer:
-            assert answer.status == 404
-            assert fakes[0].name in (await answer.json())["error"]["next"]
+        answer = await it.send("/sojourn/v1/replicas/nowhere/drain", "root")
+        assert answer.status == 404
+        assert fakes[0].name in (await answer.json())["error"]["next"]
 
 
 # -- seen -------------------------------------------------------------------------
@@ -289,8 +272,7 @@ async def test_a_killed_engine_is_missing_in_health_and_metrics() -> None:
         assert (await it.get("/health")) == {"replicas": 2, "up": 2, "waiting": 0}
         await fakes[0].kill()
         await until(lambda: it.gateway.replicas.get(fakes[0].name) is None)
-        async with it.http.get(f"{it.url}/metrics") as answer:
-            text = await answer.text()
+        text = await it.metrics()
         assert 'sojourn_gateway_requests_total{reason="least_loaded"} 1.0' in text
         assert f'replica="{fakes[0].name}"' not in text
         assert 'sojourn_gateway_replicas{health="up"} 1.0' in text

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.errors import InputError
-from sojourn_server.gateway.http.client_apis import ClientApi, error_body, error_event
 from sojourn_server.gateway.http.engine_client import ResponseMeter
 from sojourn_server.gateway.http.engine_monitor import DEFAULT_CAPACITY_TOKENS, describe_engine
 from sojourn_server.gateway.http.gateway_server import (
@@ -91,17 +90,6 @@ def test_a_prompt_of_the_messages_api_is_what_the_cache_had_and_the_rest() -> No
     details = {"input_tokens": 8030, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 8000}}
     openai.push(json.dumps({"id": "resp_1", "usage": details}).encode())
     assert openai.counts() == (8030, 3)
-
-
-@pytest.mark.parametrize("api", ClientApi)
-def test_errors_have_the_shape_of_their_api(api: ClientApi) -> None:
-    body = json.loads(error_body(api, 429, "too_many_waiting", "later"))
-    assert body["error"]["message"] == "later"
-    assert (body.get("type") == "error") is (api is ClientApi.MESSAGES)
-    event = error_event(api, "replica_lost", "gone")
-    assert event.endswith(b"\n\n")
-    data = [line[6:] for line in event.decode().splitlines() if line.startswith("data: ")]
-    assert "gone" in json.dumps(json.loads(data[0]))
 
 
 # -- engines ----------------------------------------------------------------------
@@ -246,19 +234,16 @@ def test_the_page_lists_every_cluster_preset_and_its_engine() -> None:
 def test_a_request_that_ends_at_an_engine_that_is_lost_is_over(spare: bool) -> None:
     core = build_routing_core(load_cluster_preset("sojourn"))
     routing_backend = RoutingBackend(core, lambda: 100.0)
-
-    def register(name: str) -> None:
-        routing_backend.tell(routing_events.ReplicaRegistered(name, "1", 1000))
-
-    register("a")
+    a, b = (routing_events.ReplicaRegistered(name, "1", 1000) for name in "ab")
+    routing_backend.tell(a)
     decisions = routing_backend.open(routing_events.RequestReceived("r", "t", 10, program_id="p"))
     if spare:
-        register("b")
+        routing_backend.tell(b)
     decisions.mark_answered()
     routing_backend.tell(routing_events.ReplicaGone("a", "1"))
     routing_backend.close(routing_events.RequestFinished("r", 5, "a"))
     assert (core.requests, core.waiting, core.program_statuses()) == ({}, {}, [])
-    register("b")
+    routing_backend.tell(b)
     assert [one.in_flight for one in core.replica_statuses()] == [0]
 
 

@@ -11,8 +11,8 @@ import httpx
 import msgspec
 import pytest
 from fake_engine import FakeEngine, engines, running
-from fake_pair_engine import engines_of, pairs
-from gateway_harness import World, until, world
+from fake_pair_engine import pairs
+from gateway_harness import KEYS, World, until, world
 from sojourn.wire_events import ProgramEnd, ProgramStart
 from sojourn_server.cli import doctor
 from sojourn_server.gateway.http import multi_engine_queries
@@ -81,13 +81,11 @@ async def test_an_engine_that_answers_nonsense_is_left_out(says: bytes) -> None:
 async def test_a_client_whose_key_the_engines_refuse_hears_that(key: str | None) -> None:
     """It was told that no engine answers, and to try again."""
     async with engines(2, key="right") as fakes, world(fakes) as it:
-        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         for path in ("/v1/models", PATH):
-            async with it.http.get(it.url + path, headers=headers) as answer:
-                assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
-                assert "Retry-After" not in answer.headers
-            async with it.http.get(it.url + path, headers={"Authorization": "Bearer right"}) as answer:
-                assert answer.status == 200
+            answer = await it.send(path, key, method="GET")
+            assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+            assert "Retry-After" not in answer.headers
+            assert (await it.send(path, "right", method="GET")).status == 200
 
 
 # -- sojourn doctor ---------------------------------------------------------------
@@ -138,7 +136,7 @@ async def test_the_doctor_knows_a_gateway_for_pairs_and_says_which_role_is_missi
         assert "engines of pairs store and read KV" in tiers.detail
         assert "computed again" not in tiers.detail
         decode.paths = {"block_bytes": 8192}
-        await until(lambda: decode.name not in engines_of(it))
+        await until(lambda: decode.name not in it.core.fleet)
         checks = await examined(it.url)
         assert [*checks][:3] == ["server", "gateway", "pairs"]
         assert checks["server"].ok is True
@@ -153,9 +151,6 @@ async def test_the_doctor_knows_a_gateway_for_pairs_and_says_which_role_is_missi
 # -- Live frames and explanations of several engines behind a gateway: whose they are, and what is missing.
 
 
-KEYS = {"key-a": "a", "key-b": "b"}
-
-
 @asynccontextmanager
 async def gateway(*fakes: FakeEngine) -> AsyncIterator[World]:
     """A gateway of two tenants and an operator before these engines."""
@@ -168,11 +163,9 @@ async def frame(it: World, key: str, more: str = "") -> LiveFrame:
 
 
 async def explained(it: World, key: str, status: int = 200, program: str = "p", more: str = "") -> Any:
-    headers = {"Authorization": f"Bearer {key}"}
-    url = f"{it.url}/sojourn/v1/programs/{program}/explain{more}"
-    async with it.http.get(url, headers=headers) as answer:
-        assert answer.status == status, await answer.text()
-        return await answer.json()
+    answer = await it.send(f"/sojourn/v1/programs/{program}/explain{more}", key, method="GET")
+    assert answer.status == status, await answer.text()
+    return await answer.json()
 
 
 async def test_an_explanation_has_the_tenants_ids_also_in_its_text() -> None:
@@ -307,7 +300,6 @@ async def test_how_a_program_ended_is_asked_of_the_engines_and_counted() -> None
             assert (found["program_id"], found["engine"]["program_id"]) == (name, name)
             assert found["engine"]["outcome"] == outcome
         assert "error" in await it.get("/sojourn/v1/programs/ended", "key-b")
-        async with it.http.get(f"{it.url}/metrics") as answer:
-            page = await answer.text()
+        page = await it.metrics()
         for outcome, number in (("ok", 1.0), ("error", 1.0), ("cancelled", 0.0), ("final", 0.0)):
             assert f'sojourn_gateway_programs_finished_total{{outcome="{outcome}"}} {number}' in page

@@ -9,20 +9,13 @@ from typing import Any
 import pytest
 from api_contract import Contract
 from fake_engine import engines, running
-from gateway_harness import World, until, world
+from gateway_harness import KEYS, World, until, world
 from openapi_spec_validator import validate
 from sojourn.aeg import END, START, Aeg
-from sojourn.errors import InputError
 from sojourn.wire_events import AegReport, ToolStart
 from sojourn_server.api.openapi import PREFIX
-from sojourn_server.gateway.http.gateway_app import GatewayOptions, build_gateway
 from sojourn_server.gateway.http.gateway_metrics import GatewayMetrics
-from sojourn_server.gateway.http.tenant_keys import TenantKeys
-from sojourn_server.policies.cluster_preset import (
-    cluster_preset_names,
-    load_cluster_preset,
-    parse_cluster_preset,
-)
+from sojourn_server.policies.cluster_preset import cluster_preset_names, load_cluster_preset
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routing_events import ProgramEnded, RequestFinished, RequestReceived
 from sojourn_server.routing.routing_from_preset import routing_reasons
@@ -30,12 +23,9 @@ from sojourn_server.routing.routing_records import PairEngineStatus, ReplicaStat
 from virtual_engine import prompt
 from virtual_fake_engine import VirtualFakeEngine
 
-KEYS = {"key-a": "a", "key-b": "b"}
-
 
 async def metric(it: World, series: str) -> float:
-    async with it.http.get(f"{it.url}/metrics") as answer:
-        page = await answer.text()
+    page = await it.metrics()
     return next(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(series))
 
 
@@ -43,7 +33,7 @@ async def test_requests_that_wait_for_any_replica_are_counted(caplog: Any) -> No
     async with engines(1) as fakes, world(fakes, admin_key="root") as it:
         await it.drain(fakes[0].name)
         asking = asyncio.ensure_future(it.chat("p"))
-        await until(lambda: it.gateway.routing_backend.core.waiting)
+        await until(lambda: it.core.waiting)
         assert await metric(it, "sojourn_gateway_waiting") == 1
         assert (await it.get("/health"))["waiting"] == 1
         await it.drain(fakes[0].name, "stay")
@@ -52,30 +42,25 @@ async def test_requests_that_wait_for_any_replica_are_counted(caplog: Any) -> No
         await fakes[0].kill()
         await until(lambda: "; engines: 0" in caplog.text)
         asking = asyncio.ensure_future(it.chat("p"))
-        await until(lambda: it.gateway.routing_backend.core.waiting)
+        await until(lambda: it.core.waiting)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await until(lambda: not it.gateway.routing_backend.core.waiting)
+        await until(lambda: not it.core.waiting)
 
 
 async def test_decisions_are_of_one_replica_and_name_it() -> None:
     async with engines(2) as fakes, world(fakes) as it:
         error = (await it.get("/sojourn/v1/decisions"))["error"]
         assert all(fake.name in error["next"] for fake in fakes)
-        url = f"{it.url}/sojourn/v1/decisions?replica={fakes[1].name}"
-        async with it.http.get(url) as answer:
-            assert answer.headers["X-Sojourn-Replica"] == fakes[1].name
-            assert answer.content_type == "application/json"
+        path = f"/sojourn/v1/decisions?replica={fakes[1].name}"
+        answer = await it.send(path, method="GET")
+        assert answer.headers["X-Sojourn-Replica"] == fakes[1].name
+        assert answer.content_type == "application/json"
         lines = "application/x-ndjson"
-        async with it.http.get(f"{url}&format=ndjson") as answer:
-            assert answer.content_type == lines
-        async with it.http.get(url, headers={"Accept": lines}) as answer:
-            assert answer.content_type == lines
-    async with (
-        engines(1) as fakes,
-        world(fakes) as it,
-        it.http.get(f"{it.url}/sojourn/v1/decisions") as answer,
-    ):
+        for more, headers in (("&format=ndjson", {}), ("", {"Accept": lines})):
+            assert (await it.send(path + more, method="GET", headers=headers)).content_type == lines
+    async with engines(1) as fakes, world(fakes) as it:
+        answer = await it.send("/sojourn/v1/decisions", method="GET")
         assert answer.headers["X-Sojourn-Replica"] == fakes[0].name
 
 
@@ -87,29 +72,18 @@ async def test_keys_are_checked_and_one_that_is_not_known_has_one_code_and_count
         assert (await it.get("/v1/models", "wrong"))["error"]["code"] == "invalid_api_key"
         await it.get("/sojourn/v1/programs")
         assert await metric(it, series) == 3
-        headers = {"Authorization": "Bearer key-a", "Content-Type": "application/json"}
-        async with it.http.post(f"{it.url}/v1/chat/completions", data=b"[]", headers=headers) as answer:
-            assert answer.status == 400
+        assert (await it.send("/v1/chat/completions", "key-a", json=[])).status == 400
         assert await metric(it, 'sojourn_gateway_refused_total{code="bad_request"}') >= 1
         assert (await it.chat("p", key="wrong")).status == 401
         assert not fake.requests
-        async with it.http.post(f"{it.url}/v1/messages", json={}, headers={"X-Api-Key": "key-b"}) as answer:
-            assert answer.status == 200
+        assert (await it.send("/v1/messages", json={}, headers={"X-Api-Key": "key-b"})).status == 200
         assert (await it.get("/sojourn/v1/stats", "key-a"))["error"]["message"].startswith("this shows every")
         assert "engines" in await it.get("/sojourn/v1/stats", "root")
-
-
-def test_the_admin_key_is_no_tenants() -> None:
-    preset = parse_cluster_preset('routing = "random"', source="test")
-    options = GatewayOptions(admin_key="key-b")
-    with pytest.raises(InputError, match="the admin key is also b's key"):
-        build_gateway([], preset, TenantKeys(KEYS), options)
 
 
 # -- The gateway's list of programs and its status of one of them, where there are many programs.
 
 
-TENANTS = {"ka": "alice", "kb": "bob"}
 PROGRAMS = "/sojourn/v1/programs"
 
 
@@ -119,24 +93,24 @@ def add_programs(it: World, tenant: str, *names: str) -> None:
 
 
 async def test_each_tenant_sees_its_own_programs_and_the_newest_first() -> None:
-    async with engines(1) as fakes, world(fakes, tenants=TENANTS, admin_key="root") as it:
-        add_programs(it, "alice", "p0", "p1", "shared")
-        add_programs(it, "bob", "p0", "shared", "a/b")
+    async with engines(1) as fakes, world(fakes, tenants=KEYS, admin_key="root") as it:
+        add_programs(it, "a", "p0", "p1", "shared")
+        add_programs(it, "b", "p0", "shared", "a/b")
         for key, total, shown in (
-            ("ka", 3, ["shared", "p1"]),
-            ("kb", 3, ["a/b", "shared"]),
+            ("key-a", 3, ["shared", "p1"]),
+            ("key-b", 3, ["a/b", "shared"]),
             ("root", 6, ["a/b", "shared"]),
         ):
             told = await it.get(f"{PROGRAMS}?limit=2", key)
             assert (told["shown"], told["total"]) == (2, total)
             assert [one["program_id"] for one in told["programs"]] == shown
-        for key, tenant in (("ka", "alice"), ("kb", "bob"), ("root", "bob")):
+        for key, tenant in (("key-a", "a"), ("key-b", "b"), ("root", "b")):
             assert (await it.get(f"{PROGRAMS}/shared", key))["tenant"] == tenant
-        assert (await it.get(f"{PROGRAMS}/a%2Fb", "kb"))["program_id"] == "a/b"
-        assert (await it.get(f"{PROGRAMS}/a%2Fb", "ka")).get("tenant") != "bob"
-        it.gateway.routing_backend.tell(RequestFinished("alice-p0"))
-        it.gateway.routing_backend.tell(ProgramEnded("p0", "alice"))
-        told = await it.get(PROGRAMS, "ka")
+        assert (await it.get(f"{PROGRAMS}/a%2Fb", "key-b"))["program_id"] == "a/b"
+        assert (await it.get(f"{PROGRAMS}/a%2Fb", "key-a")).get("tenant") != "b"
+        it.gateway.routing_backend.tell(RequestFinished("a-p0"))
+        it.gateway.routing_backend.tell(ProgramEnded("p0", "a"))
+        told = await it.get(PROGRAMS, "key-a")
         assert told["total"] == 2
         assert told["note"].startswith("ended programs are not listed")
 
@@ -189,21 +163,12 @@ def test_the_spread_of_loads_is_that_of_replicas_that_share_the_work() -> None:
 # -- The OpenAPI document of a gateway: it has every route, and every answer is as it says
 
 
-ROOT = {"Authorization": "Bearer root"}
-
-
 async def checked(contract: Contract, it: World, url: str, status: int = 200, **more: Any) -> Any:
     method = "POST" if "json" in more or "/policy" in url else "GET"
-    async with it.http.request(method, it.url + PREFIX + url, headers=ROOT, **more) as answer:
-        body = await answer.read()
-        assert answer.status == status, body
-        return contract.check(method, PREFIX + url, status, answer.headers["content-type"], body)
-
-
-async def document_of(it: World) -> dict[str, Any]:
-    async with it.http.get(f"{it.url}{PREFIX}/openapi.json") as answer:
-        found: dict[str, Any] = await answer.json()
-        return found
+    answer = await it.send(PREFIX + url, "root", method=method, **more)
+    body = await answer.read()
+    assert answer.status == status, body
+    return contract.check(method, PREFIX + url, status, answer.headers["content-type"], body)
 
 
 async def test_every_answer_of_a_gateway_is_as_its_document_says() -> None:
@@ -214,7 +179,7 @@ async def test_every_answer_of_a_gateway_is_as_its_document_says() -> None:
     virtual.send(AegReport(program_id="a", seq=-1, graph_hash=aeg.hash, graph=aeg.wire()))
     virtual.send(ToolStart(program_id="a", seq=-1, call_id="c1", tool="bash"))
     async with running(fake), world([fake], admin_key="root") as it:
-        contract = Contract(await document_of(it))
+        contract = Contract(await it.get(f"{PREFIX}/openapi.json"))
         await asyncio.to_thread(validate, contract.document)  # the gateway serves in this thread
         assert contract.document["info"]["title"] == "sojourn gateway"
         assert (await it.chat("a")).status == 200

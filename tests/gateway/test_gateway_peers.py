@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -16,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 from fake_engine import FakeEngine, engines
-from gateway_harness import DEADLINE_S, World, served, until
+from gateway_harness import DEADLINE_S, KEYS, World, hint, served, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn_server.gateway.http import peers as peers_module
@@ -24,9 +23,7 @@ from sojourn_server.gateway.http.gateway_app import GatewayApplication, GatewayO
 from sojourn_server.gateway.http.peers import Peers, owner_of
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
-from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
-
-KEYS = {"key-a": "a", "key-b": "b"}
+from sojourn_server.routing.routing_records import ReplicaHealth
 
 
 def free_ports(count: int) -> list[int]:
@@ -51,10 +48,8 @@ def test_all_gateways_name_one_owner_and_a_lost_one_moves_its_programs_alone(
 
 
 @asynccontextmanager
-async def gateways(
-    fakes: Sequence[FakeEngine], rules: PrefillDecodeRules | None = None, **options: Any
-) -> AsyncIterator[list[World]]:
-    """Two gateways in front of the same engines. ``rules``: for pairs; ``None``: engines have no roles."""
+async def gateways(fakes: Sequence[FakeEngine], **options: Any) -> AsyncIterator[list[World]]:
+    """Two gateways in front of the same engines."""
     preset = parse_cluster_preset('routing = "session-affinity"', source="test")
     ports = free_ports(2)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
@@ -62,8 +57,8 @@ async def gateways(
         worlds = []
         for url, port in zip(urls, ports, strict=True):
             gateway, app = build_gateway(
-                {fake.url: getattr(fake, "role", None) for fake in fakes},
-                rules or preset,
+                [fake.url for fake in fakes],
+                preset,
                 TenantKeys(KEYS),
                 GatewayOptions(**options),
                 poll_s=0.05,
@@ -81,8 +76,8 @@ def _owned(it: World, here: bool) -> str | None:
     return next((one for one in names if (it.gateway.peers.owner("a", one) is None) is here), None)
 
 
-async def known(it: World) -> set[str]:
-    return {place.program_id for place in it.gateway.routing_backend.core.program_statuses()}
+def known(it: World) -> set[str]:
+    return {program_id for _, program_id in it.core.programs}
 
 
 @pytest.fixture(autouse=True)
@@ -95,9 +90,8 @@ async def test_requests_and_events_reach_the_programs_gateway_from_any_other() -
         mine = _owned(one, True)
         assert mine is not None
         for it in (one, other):
-            codex = {"thread-id": mine, "Authorization": "Bearer key-a"}
-            async with it.http.post(f"{it.url}/v1/responses", json={"input": "x"}, headers=codex) as answer:
-                assert answer.status == 200
+            codex = {"thread-id": mine}
+            assert (await it.send("/v1/responses", "key-a", json={"input": "x"}, headers=codex)).status == 200
             for stream in (False, True):
                 answer = await it.chat(mine, "key-a", stream=stream)
                 assert answer.status == 200
@@ -110,7 +104,7 @@ async def test_requests_and_events_reach_the_programs_gateway_from_any_other() -
                 emitter=it.url,
             )
             assert outcome["outcome"] == "applied"
-        assert mine in await known(one)
+        assert mine in known(one)
         assert sorted(len(fake.requests) for fake in fakes) == [0, 6], "all at one engine"
         assert all(fake.headers[-1].get("x-sojourn-passed") is None for fake in fakes if fake.headers)
         assert (await other.chat(mine, "wrong")).status == 401
@@ -121,22 +115,19 @@ async def test_events_of_another_gateways_program_that_ride_in_a_request_reach_t
     async with engines(1) as fakes, gateways(fakes) as (one, other):
         rides_in, starts = _owned(one, True), _owned(one, False)
         event = {"type": "tool_start", "program_id": starts, "call_id": "c", "tool": "t", "seq": 1}
-        hint = {"program_id": rides_in, "sojourn": {"v": 1, "emitter": "e", "events": [event]}}
-        xargs = {"agentic_context": json.dumps(hint)}
-        assert (await other.chat(key="key-a", vllm_xargs=xargs)).status == 200
+        assert (await other.chat(key="key-a", **hint(str(rides_in), event))).status == 200
         assert (await one.chat(starts, "key-a")).status == 200
         assert fakes[0].of(f"a/{starts}") == ["tool_start"], "sent before the program's first turn"
-        assert starts in await known(other)
+        assert starts in known(other)
 
 
 async def test_a_request_that_was_passed_on_is_decided_where_it_arrives() -> None:
     async with engines(1) as fakes, gateways(fakes) as (one, _):
         others = _owned(one, False)
-        body = {"model": "tiny", "messages": []}
-        headers = {"X-Session-ID": str(others), "Authorization": "Bearer key-a", "X-Sojourn-Passed": "1"}
-        async with one.http.post(f"{one.url}/v1/chat/completions", json=body, headers=headers) as answer:
-            assert answer.status == 200
-        assert others in await known(one)
+        headers = {"X-Session-ID": str(others), "X-Sojourn-Passed": "1"}
+        answer = await one.send("/v1/chat/completions", "key-a", json={"messages": []}, headers=headers)
+        assert answer.status == 200
+        assert others in known(one)
 
 
 async def test_a_client_that_leaves_ends_its_request_at_the_owner_and_its_engine() -> None:
@@ -167,22 +158,20 @@ async def test_a_gateway_that_hangs_holds_up_no_request_for_long(monkeypatch: py
         asked = asyncio.ensure_future(other.chat(owned, "key-a"))
         await hangs.wait()
         assert (await asked).status == 200
-        assert owned in await known(other)
+        assert owned in known(other)
 
 
 async def test_a_drain_that_another_gateway_did_not_take_says_so() -> None:
     async with engines(2) as fakes, gateways(fakes, admin_key="root") as (one, other):
         gone = f"http://127.0.0.1:{free_ports(1)[0]}"
         await one.gateway.peers.set_urls([one.url, other.url, gone])
-        url = f"{one.url}/sojourn/v1/replicas/{fakes[0].name}/drain"
-        async with one.http.post(url, headers={"Authorization": "Bearer root"}) as answer:
-            assert answer.status == 502
-            told = (await answer.json())["error"]
+        answer = await one.send(f"/sojourn/v1/replicas/{fakes[0].name}/drain", "root")
+        assert answer.status == 502
+        told = (await answer.json())["error"]
         assert gone in told["message"]
         assert other.url not in told["message"]
         for it in (one, other):
-            states = {state.replica: state.health for state in it.gateway.routing_backend.replicas()}
-            assert states[fakes[0].name] == "draining"
+            assert it.core.fleet[fakes[0].name].health is ReplicaHealth.DRAINING
 
 
 async def start(engine_urls: list[str], urls: list[str], own: str) -> asyncio.subprocess.Process:
@@ -287,11 +276,10 @@ async def test_of_three_engines_and_two_gateways_one_each_is_killed_and_no_later
 
 async def test_a_conversation_that_meets_several_gateways_is_no_program() -> None:
     async with engines(2) as fakes, gateways(fakes) as worlds:
-        keyed, previous, homes = {"Authorization": "Bearer key-a"}, {}, set()
+        previous, homes = {}, set()
         for number in (0, 1, 1, 0, 0):
-            it, body = worlds[number], {"input": "x", **previous}
-            async with it.http.post(f"{it.url}/v1/responses", json=body, headers=keyed) as answer:
-                homes.add(answer.headers["X-Sojourn-Replica"])
-                previous = {"previous_response_id": (await answer.json())["id"]}
+            answer = await worlds[number].send("/v1/responses", "key-a", json={"input": "x", **previous})
+            homes.add(answer.headers["X-Sojourn-Replica"])
+            previous = {"previous_response_id": (await answer.json())["id"]}
         assert len(homes) == 1
-        assert [await known(it) for it in worlds] == [set(), set()]
+        assert [known(it) for it in worlds] == [set(), set()]

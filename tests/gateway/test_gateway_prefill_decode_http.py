@@ -7,10 +7,9 @@ import json
 from typing import Any
 
 import pytest
-from fake_pair_engine import core_of, engines_of, pairs
-from gateway_harness import lines, until
+from fake_pair_engine import pairs
+from gateway_harness import hint, lines, until
 from sojourn_server.routing.routing_limits import RoutingLimits
-from test_gateway_program_events import riding, rode
 
 ADMIN = "admin"
 
@@ -41,31 +40,28 @@ async def test_a_prompt_goes_to_one_engine_and_its_answer_comes_from_another(str
         assert (second["max_tokens"], second.get("stream", False)) == (50, stream)
         assert prefill.headers[0]["x-session-id"] == "p"
         assert decode.headers[0]["x-session-id"] == "p"
-        await until(lambda: not core_of(it).requests)
+        await until(lambda: not it.core.requests)
         # No usage is in a stream: the prefill engine has counted the prompt.
         [shown] = (await it.get("/sojourn/v1/programs"))["programs"]
         assert shown["context_tokens"] == shown["size_tokens"] == 105
 
 
-@pytest.mark.parametrize(
-    "more", [{"n": 2}, {"use_beam_search": True, "n": 3}, {"prompt_logprobs": 1}], ids=["n", "beam", "prompt"]
-)
-async def test_a_request_that_has_no_one_context_is_all_the_decode_engines(more: dict[str, Any]) -> None:
+async def test_a_request_that_has_no_one_context_is_all_the_decode_engines() -> None:
     forged = {"do_remote_prefill": True, "transfer": "another's", "context": "another's"}
     async with pairs(1, 1) as (it, [prefill], [decode]):
         decode.hold = asyncio.Event()
-        asking = asyncio.ensure_future(it.chat("p", max_tokens=7, kv_transfer_params=forged, **more))
+        asking = asyncio.ensure_future(it.chat("p", max_tokens=7, kv_transfer_params=forged, n=2))
         await until(lambda: decode.requests)
-        [view] = core_of(it).strategy.pairs.prefill.values()
+        [view] = it.core.strategy.pairs.prefill.values()
         assert view.tokens == 0
         decode.hold.set()
         assert (await asking).status == 200
         assert prefill.requests == []
         [sent] = decode.requests
         assert "kv_transfer_params" not in sent
-        assert {key: sent[key] for key in ("max_tokens", *more)} == {"max_tokens": 7, **more}
-        await until(lambda: not core_of(it).requests)
-        [program] = core_of(it).programs.values()
+        assert (sent["max_tokens"], sent["n"]) == (7, 2)
+        await until(lambda: not it.core.requests)
+        [program] = it.core.programs.values()
         assert program.home is None
 
 
@@ -100,11 +96,11 @@ async def test_an_engine_that_dies_costs_a_repetition_and_no_request(lost: str, 
         if stream:
             for answer in answers:
                 assert [json.loads(line).get("number") for line in (await lines(answer))[:-1]] == [*range(5)]
-        await until(lambda: not core_of(it).requests)
+        await until(lambda: not it.core.requests)
         if how == "gone":
-            await until(lambda: victim.name not in engines_of(it))
+            await until(lambda: victim.name not in it.core.fleet)
         else:
-            assert sum(core_of(it).counts.routes.values()) > 4
+            assert sum(it.core.counts.routes.values()) > 4
         pushed = [one["kv_transfer_params"] for engine in prefill for one in engine.requests]
         peers = {one["transfer"]: one["peer"] for one in pushed}
         for engine in decode:
@@ -118,8 +114,8 @@ async def test_a_prefill_engines_rejection_reaches_the_client() -> None:
         answer = await it.chat("p")
         assert (answer.status, (await answer.json())["error"]["code"]) == (400, 400)
         assert not decode.requests
-        await until(lambda: not core_of(it).requests)
-        assert not core_of(it).programs, "nothing of it is stored"
+        await until(lambda: not it.core.requests)
+        assert not it.core.programs, "nothing of it is stored"
 
 
 @pytest.mark.parametrize("leg", ["first", "second"])
@@ -131,10 +127,10 @@ async def test_a_client_that_leaves_in_a_leg_ends_it(leg: str) -> None:
         asking = asyncio.ensure_future(it.chat("p"))
         await until(lambda: engine.requests)
         asking.cancel()
-        await until(lambda: not core_of(it).requests)
+        await until(lambda: not it.core.requests)
         await until(lambda: engine.gave_up == 1)
         assert bool(decode.requests) is (leg == "second")
-        assert not core_of(it).programs, "it never had an answer"
+        assert not it.core.programs, "it never had an answer"
         counted = it.gateway.metrics.registry.get_sample_value
         await until(lambda: counted("sojourn_gateway_client_disconnects_total") == 1)
 
@@ -159,10 +155,10 @@ async def test_the_health_route_reports_a_missing_role(role: str, how: str) -> N
         counts = {"prefill": 1, "decode": 1, role: 0}
 
         async def told() -> bool:
-            async with it.http.get(f"{it.url}/health") as answer:
-                document = await answer.json()
-                assert answer.status == (200 if document["prefill"] and document["decode"] else 503)
-                return {name: document[name] for name in counts} == counts
+            answer = await it.send("/health", method="GET")
+            document = await answer.json()
+            assert answer.status == (200 if document["prefill"] and document["decode"] else 503)
+            return {name: document[name] for name in counts} == counts
 
         await until(told)
         refused = (await it.get("/sojourn/v1/replicas")).get("refused", {})
@@ -185,15 +181,15 @@ async def test_engines_are_shown_with_what_they_do_and_how_their_links_are() -> 
         }
         assert shown[prefill.name]["node"] == prefill.at_node
         assert [of["health"] for of in shown.values()] == ["up"] * 3
-        page = await (await it.http.get(f"{it.url}/metrics")).text()
+        page = await it.metrics()
         role = f'node="{prefill.at_node}",replica="{prefill.name}",role="prefill"'
         assert f"sojourn_gateway_replica_role{{{role}}} 1.0" in page
         queue = f'sojourn_gateway_link_queued_seconds{{link="storage read",replica="{prefill.name}"}} 2.5'
         assert queue in page
         assert 'sojourn_gateway_requests_total{reason="pair"} 0.0' in page
         await prefill.kill()
-        await until(lambda: prefill.name not in engines_of(it))
-        page = await (await it.http.get(f"{it.url}/metrics")).text()
+        await until(lambda: prefill.name not in it.core.fleet)
+        page = await it.metrics()
         assert prefill.name not in page
         assert decode[0].name in page
         assert 'sojourn_gateway_role_replicas{role="prefill"} 0.0' in page
@@ -205,7 +201,7 @@ async def test_the_end_of_a_program_reaches_both_engines_that_know_it() -> None:
     start = {"type": "program_start", "seq": 0, "program_id": "p"}
     async with pairs(1, 2) as (it, [prefill], decode):
         answered = (await it.chat("p")).headers["X-Sojourn-Replica"]
-        await until(lambda: not core_of(it).requests)
+        await until(lambda: not it.core.requests)
         await it.events(start)
         [outcome] = await it.events(end)
         assert outcome["outcome"] == "applied"
@@ -213,16 +209,15 @@ async def test_the_end_of_a_program_reaches_both_engines_that_know_it() -> None:
         assert prefill.of("p") == ["program_start", "program_end"]
         await until(lambda: answering.of("p") == ["program_end"])
         assert [engine.of("p") for engine in decode if engine is not answering] == [[]]
-        assert not core_of(it).programs
+        assert not it.core.programs
         [again] = await it.events({**end, "seq": 10})
         assert again["outcome"] == "missing"
         # A program without an answer is at no engine.
         await it.events({**start, "program_id": "q"})
         [outcome] = await it.events({**end, "program_id": "q"})
         assert outcome["outcome"] == "applied"
-        async with it.http.get(f"{it.url}/metrics") as page:
-            ends = 'sojourn_gateway_programs_finished_total{outcome="cancelled"}'
-            assert f"{ends} 2.0" in await page.text()
+        ends = 'sojourn_gateway_programs_finished_total{outcome="cancelled"}'
+        assert f"{ends} 2.0" in await it.metrics()
 
 
 def tool(kind: str, seq: int) -> dict[str, Any]:
@@ -234,21 +229,21 @@ async def test_a_programs_events_and_turns_go_to_the_engine_that_has_its_context
     async with pairs(2, 1) as (it, prefill, [decode]):
         await it.chat("q", text="x" * 4000)  # so that the two have not the same load
         await it.chat("p", text="x" * 2000)
-        await until(lambda: not core_of(it).requests)
-        [home_id] = [one.home for key, one in core_of(it).programs.items() if key[1] == "p"]
+        await until(lambda: not it.core.requests)
+        [home_id] = [one.home for key, one in it.core.programs.items() if key[1] == "p"]
         [home] = [engine for engine in prefill if engine.name == home_id]
         [other] = [engine for engine in prefill if engine is not home]
         before = len(other.requests)
         await it.events(tool("tool_start", 1))
         assert home.of("p") == ["tool_start"]
         stop = tool("tool_stop", 2)
-        answer = await it.chat("p", text="x" * 2100, **riding("p", stop), **({"n": 2} if whole else {}))
+        answer = await it.chat("p", text="x" * 2100, **hint("p", stop), **({"n": 2} if whole else {}))
         assert answer.status == 200
         if whole:
             assert home.of("p") == ["tool_start", "tool_stop"]
         else:
-            assert rode(home) == [("tool_stop", "p")]
-        assert rode(decode) == []
+            assert home.attached == [("tool_stop", "p")]
+        assert decode.attached == []
         assert len(other.requests) == before
         assert decode.of("p") == other.of("p") == []
 
@@ -256,7 +251,7 @@ async def test_a_programs_events_and_turns_go_to_the_engine_that_has_its_context
 async def test_events_and_kv_follow_a_program_to_another_prefill_engine() -> None:
     async with pairs(2, 1, admin_key=ADMIN) as (it, prefill, _):
         await it.chat("p")
-        await until(lambda: not core_of(it).requests)
+        await until(lambda: not it.core.requests)
         home, other = sorted(prefill, key=lambda engine: not engine.requests)
         await it.events({"type": "program_start", "seq": 0, "program_id": "p"}, tool("tool_start", 1))
         await it.drain(home.name, key=ADMIN)
@@ -270,11 +265,10 @@ async def test_events_and_kv_follow_a_program_to_another_prefill_engine() -> Non
 
 async def test_a_conversation_of_which_an_engine_has_the_beginning_is_refused() -> None:
     async with pairs(1, 1) as (it, [prefill], _):
-        body = {"model": "tiny", "input": "hi", "previous_response_id": "resp_abc"}
-        async with it.http.post(f"{it.url}/v1/responses", json=body) as answer:
-            assert answer.status == 400
-            assert "previous_response_id" in (await answer.json())["error"]["message"]
+        body = {"model": "tiny", "input": "hi"}
+        answer = await it.send("/v1/responses", json={**body, "previous_response_id": "resp_abc"})
+        assert answer.status == 400
+        assert "previous_response_id" in (await answer.json())["error"]["message"]
         assert not prefill.requests
-        async with it.http.post(f"{it.url}/v1/responses", json={"model": "tiny", "input": "hi"}) as answer:
-            assert answer.status == 200
+        assert (await it.send("/v1/responses", json=body)).status == 200
         assert prefill.requests[0]["store"] is False

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from fake_engine import FakeEngine, engines
-from gateway_harness import World, until, world
+from gateway_harness import World, hint, until, world
 from sojourn.hints import AgenticContext, SojournContext
 from sojourn.wire_codec import (
     EventBatch,
@@ -46,28 +46,10 @@ from sojourn_server.routing.routing_limits import SILENT_PROGRAM_S, RoutingLimit
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-TENANTS = {"ka": "alice", "kb": "bob"}
 START = {"type": "program_start", "seq": 0, "agent_type": "coder"}
 TOOL = {"type": "tool_start", "seq": 1, "call_id": "c", "tool": "bash"}
 STOP = {"type": "tool_stop", "seq": 2, "call_id": "c", "duration_s": 1.0}
 END = {"type": "program_end", "seq": 3, "status": "cancelled"}
-
-
-def riding(program: str, *events: dict[str, Any], **own: Any) -> dict[str, Any]:
-    """A hint with events in it."""
-    context = {"program_id": program, "sojourn": {"v": 1, "emitter": "em", "events": list(events), **own}}
-    return {"vllm_xargs": {"agentic_context": json.dumps(context), "other": 1}}
-
-
-def rode(fake: FakeEngine) -> list[tuple[str, str]]:
-    """Types and programs of the events in the hint of an engine's last request."""
-    context = json.loads(fake.requests[-1]["vllm_xargs"]["agentic_context"])
-    return [(event["type"], event["program_id"]) for event in context["sojourn"].get("events", [])]
-
-
-def of(fakes: list[FakeEngine], name: str | None) -> FakeEngine:
-    """The engine of this replica."""
-    return next(fake for fake in fakes if name is not None and name.split("/")[0] == fake.name)
 
 
 # -- events that ride ----------------------------------------------------------------
@@ -76,10 +58,9 @@ def of(fakes: list[FakeEngine], name: str | None) -> FakeEngine:
 async def test_events_that_may_ride_leave_the_body_as_it_came() -> None:
     async with engines(1) as fakes, world(fakes) as it:
         await it.chat("q")
-        hint = riding("p", {**START, "program_id": "p"}, {**TOOL, "program_id": "q"}, {"type": "nonsense"})
-        body = json.dumps({"messages": [], **hint}, indent=3).encode()
-        async with it.http.post(f"{it.url}/v1/chat/completions", data=body) as answer:
-            assert answer.status == 200
+        events = {**START, "program_id": "p"}, {**TOOL, "program_id": "q"}, {"type": "nonsense"}
+        body = json.dumps({"messages": [], **hint("p", *events)}, indent=3).encode()
+        assert (await it.send("/v1/chat/completions", data=body)).status == 200
         assert dict(fakes[0].raw_headers[-1])[b"content-length"] == str(len(body)).encode()
         assert fakes[0].requests[-1] == json.loads(body)
         assert fakes[0].events == []
@@ -96,29 +77,16 @@ async def test_events_beyond_those_that_an_engine_takes_of_a_request_go_there_ap
         ]
         stop = {**STOP, "program_id": "p", "call_id": "c0", "seq": 1000}
         end = {**END, "program_id": "q", "seq": 1001}
-        await it.chat(**riding("p", *tools, stop, {"type": "nonsense"}, end))
-        assert rode(fakes[0]) == []
+        await it.chat(**hint("p", *tools, stop, {"type": "nonsense"}, end))
+        assert fakes[0].attached == []
         told = ["tool_start"] * MAX_ATTACHED_EVENTS + ["tool_stop"]
         await until(lambda: (fakes[0].of("p"), fakes[0].of("q")) == (told, ["program_end"]))
-        await until(lambda: it.gateway.routing_backend.core.home("default", "q") is None)
+        await until(lambda: it.core.home("default", "q") is None)
         await it.chat("p")
         assert fakes[0].of("p") == told, "nothing is sent twice"
 
 
 # -- who has been told -----------------------------------------------------------------
-
-
-async def test_a_restarted_engine_gets_its_programs_again() -> None:
-    async with engines(1) as fakes, world(fakes) as it:
-        await it.events({**START, "program_id": "p"})
-        await it.chat("p")
-        await fakes[0].kill()
-        await until(lambda: it.gateway.monitor.missing())
-        fakes[0].events.clear()
-        await fakes[0].restart()
-        await until(lambda: not it.gateway.monitor.missing())
-        await it.chat("p")
-        assert fakes[0].of("p") == ["program_start"], "the request waited for that"
 
 
 async def test_a_request_does_not_wait_long_for_an_engine_that_does_not_listen() -> None:
@@ -136,13 +104,8 @@ async def test_a_request_does_not_wait_long_for_an_engine_that_does_not_listen()
 async def test_a_state_that_is_rejected_stops_no_event_of_the_same_post() -> None:
     fleet = Fleet()
     fleet.homes = {"bad": "a", "good": "a"}
-
-    async def post(*events: AnyEvent) -> list[Outcome]:
-        batch = EventBatch(v=1, emitter="e", events=[msgspec.Raw(encode(one)) for one in events])
-        return [one.outcome for one in await fleet.events.forward_batch(batch, "", None)]
-
     starts = [ProgramStart(program_id=name, seq=number) for number, name in enumerate(fleet.homes)]
-    assert await post(*starts) == [Outcome.APPLIED, Outcome.APPLIED]
+    assert await fleet.post(*starts) == [Outcome.APPLIED, Outcome.APPLIED]
     fleet.instances["a"] += 1
     fleet.views["a"] = {}
     fleet.rejects = "bad"
@@ -150,7 +113,7 @@ async def test_a_state_that_is_rejected_stops_no_event_of_the_same_post() -> Non
         ToolStart(program_id=name, seq=2 + number, call_id="c", tool="sh")
         for number, name in enumerate(fleet.homes)
     ]
-    assert await post(*tools) == [Outcome.REJECTED, Outcome.APPLIED]
+    assert await fleet.post(*tools) == [Outcome.REJECTED, Outcome.APPLIED]
     assert fleet.views["a"]["good"].started
     assert fleet.views["a"]["good"].running == {"c"}
     posts = fleet.posts
@@ -160,7 +123,7 @@ async def test_a_state_that_is_rejected_stops_no_event_of_the_same_post() -> Non
         ToolStop(program_id=name, seq=4 + number, call_id="c", duration_s=1.0)
         for number, name in enumerate(fleet.homes)
     ]
-    assert await post(*stops) == [Outcome.REJECTED, Outcome.APPLIED], "in one request"
+    assert await fleet.post(*stops) == [Outcome.REJECTED, Outcome.APPLIED], "in one request"
 
 
 # -- who is left ------------------------------------------------------------------------
@@ -174,11 +137,7 @@ async def two_ranks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Fake
 
     monkeypatch.setattr(FakeEngine, "_metrics", two)
     async with engines(1) as fakes, world(fakes, admin_key="root") as it:
-
-        async def both() -> bool:
-            return len(it.gateway.routing_backend.replicas()) == 2
-
-        await until(both)
+        await until(lambda: len(it.core.fleet) == 2)
         yield fakes[0], it
 
 
@@ -190,7 +149,7 @@ async def test_a_stored_answer_of_unknown_rank_goes_on_at_the_least_loaded_rank(
         first = asyncio.ensure_future(it.chat("p"))
         await until(lambda: fake.requests)
         body = {"input": "x", "previous_response_id": "resp_1"}
-        second = asyncio.ensure_future(it.http.post(f"{it.url}/v1/responses", json=body))
+        second = asyncio.ensure_future(it.send("/v1/responses", json=body))
         await until(lambda: len(fake.requests) == 2)
         fake.hold.set()
         assert {(await one).headers["X-Sojourn-Replica"][-2:] for one in (first, second)} == {"/0", "/1"}
@@ -215,9 +174,10 @@ async def test_ranks_of_one_engine_get_no_release_for_a_move_between_them(
 
 async def test_the_end_of_a_program_whose_kv_is_gone_reaches_the_engine_that_served_it_last() -> None:
     async with engines(2) as fakes, world(fakes) as it:
-        last = of(fakes, (await it.chat("p")).headers["X-Sojourn-Replica"])
+        await it.chat("p")
+        [last] = [fake for fake in fakes if fake.requests]
         last.lost = ["p"]
-        await until(lambda: it.gateway.routing_backend.core.home("default", "p") is None)
+        await until(lambda: it.core.home("default", "p") is None)
         [outcome] = await it.events({**END, "program_id": "p"})
         assert outcome["outcome"] == "applied"
         assert [fake.of("p") for fake in fakes] == [["program_end"] if fake is last else [] for fake in fakes]
@@ -244,7 +204,7 @@ async def test_an_event_that_is_not_known_or_not_taken_names_its_program() -> No
         assert await it.events({**end, "program_id": "p"}) == [
             {"outcome": "rejected", "reason": "the engine refuses this key", "program_id": "p", "seq": 3}
         ]
-        assert await it.home("p") is not None
+        assert it.core.home("default", "p") is not None
         fakes[0].key, fakes[0].deaf = None, True
         assert await it.events({**end, "program_id": "q"}) == [
             {"outcome": "deferred", "reason": "its replica receives it later", "program_id": "q", "seq": 3}
@@ -326,6 +286,11 @@ class Fleet:
         self.engine_key, self.names = None, ProgramIdMapper(())
         mine: Any = self
         self.events = ProgramEvents(mine, mine, GatewayMetrics(), lambda: self.now_s)
+
+    async def post(self, *events: AnyEvent) -> list[Outcome]:
+        """Forward a batch of these events, and return their outcomes."""
+        batch = EventBatch(v=1, emitter="e", events=[msgspec.Raw(encode(one)) for one in events])
+        return [one.outcome for one in await self.events.forward_batch(batch, "", None)]
 
     def session(self) -> Fleet:
         return self
@@ -428,8 +393,7 @@ async def test_an_engine_that_listens_knows_a_programs_state_before_its_turn(
         )
         if step == "post":
             events = [event_of(draw.choice("pq")) for _ in range(draw.randrange(1, 4))]
-            batch = EventBatch(v=1, emitter="e", events=[msgspec.Raw(encode(one)) for one in events])
-            assert len(await fleet.events.forward_batch(batch, "", None)) == len(events)
+            assert len(await fleet.post(*events)) == len(events)
         elif step == "ride":
             raw = [msgspec.Raw(encode(event_of(draw.choice([name, name, "p"]))))]
             own = SojournContext(v=1, emitter="e", events=raw)
@@ -464,15 +428,10 @@ async def test_of_programs_and_their_events_the_newest_are_kept(monkeypatch: pyt
     monkeypatch.setattr(program_events, "MAX_UNSENT", 150)
     monkeypatch.setattr(program_events, "MAX_TOTAL_GRAPH_BYTES", 10_000)
     fleet = Fleet()
-
-    async def post(*events: AnyEvent) -> None:
-        batch = EventBatch(v=1, emitter="e", events=[msgspec.Raw(encode(one)) for one in events])
-        await fleet.events.forward_batch(batch, "", None)
-
     for seq in range(1000):
-        await post(ProgramStart(program_id=f"p{seq}", seq=seq))
+        await fleet.post(ProgramStart(program_id=f"p{seq}", seq=seq))
         report = AegReport(program_id="q", seq=2 * seq, graph_hash=f"h{seq}", graph=GRAPH)
-        await post(report, ToolStart(program_id="q", seq=2 * seq + 1, call_id=f"c{seq}", tool="sh"))
+        await fleet.post(report, ToolStart(program_id="q", seq=2 * seq + 1, call_id=f"c{seq}", tool="sh"))
     assert len(fleet.events.programs) == 100
     assert 100 < sum(len(one.unsent) for one in fleet.events.programs.values()) <= 150
     fleet.homes = {"q": "a", "p0": "a", "p999": "a"}
@@ -483,7 +442,8 @@ async def test_of_programs_and_their_events_the_newest_are_kept(monkeypatch: pyt
     assert fleet.views["a"]["p999"].started
     assert "p0" not in fleet.views["a"], "it is forgotten"
     fleet.now_s += SILENT_PROGRAM_S + 1.0
-    await post(Heartbeat(program_id="q", seq=9999), ToolStart(program_id="r", seq=1, call_id="c", tool="sh"))
+    tool = ToolStart(program_id="r", seq=1, call_id="c", tool="sh")
+    await fleet.post(Heartbeat(program_id="q", seq=9999), tool)
     assert len(fleet.events.programs) <= 2, "the others are silent"
 
 

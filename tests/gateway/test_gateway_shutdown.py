@@ -68,9 +68,8 @@ async def test_no_request_is_kept_after_its_client_left_its_stream(silent: bool)
         fake.stream_events, fake.hang_after = 1_000_000, 30 if silent else None
         for _ in range(5):
             async with aiohttp.ClientSession() as http:
-                body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-                async with http.post(f"{made.url}/v1/chat/completions", json=body) as answer:
-                    await answer.content.readline()
+                answer = await ask(http, made.url, stream=True)
+                await answer.content.readline()
 
         def kept() -> int:
             gc.collect()

@@ -7,12 +7,11 @@ import json
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, engines
-from gateway_harness import World, until, world
+from fake_engine import engines
+from gateway_harness import World, hint, until, world
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.ids import MAX_ID_BYTES
-from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
 
 TENANTS = {"ka": "alice", "kb": "bob"}
@@ -71,9 +70,8 @@ async def test_the_operators_key_reaches_no_engine() -> None:
         fake.asked.clear()
         for path in ("/sojourn/v1/stats", "/v1/models", "/sojourn/v1/programs/p"):
             await it.get(path, "root")
-        shown = {"Authorization": "Bearer root", "X-API-Key": "root"}
-        async with it.http.post(f"{it.url}/tokenize", json={"prompt": "x"}, headers=shown) as answer:
-            assert answer.status == 200
+        answer = await it.send("/tokenize", "root", json={"prompt": "x"}, headers={"X-API-Key": "root"})
+        assert answer.status == 200
         assert len(fake.asked) >= 4
         assert {(key, other) for _, key, other in fake.asked} == {(None, None)}
         await it.get("/v1/models", "kb")
@@ -88,10 +86,9 @@ async def test_a_conversation_is_its_tenants() -> None:
         assert first != "job-17", "another tenant could choose the same id"
         for name in (first, first + "0", "resp_1", "job-17"):
             assert "error" in await responded(it, "kb", input="x", previous_response_id=name)
-            for path in (f"/v1/responses/{name}", f"/v1/responses/{name}/cancel"):
-                method, bobs = "POST" if "cancel" in path else "GET", {"Authorization": "Bearer kb"}
-                async with it.http.request(method, it.url + path, headers=bobs) as answer:
-                    assert (answer.status, ".;" in await answer.text()) == (404, False)
+            for method, path in (("GET", f"/v1/responses/{name}"), ("POST", f"/v1/responses/{name}/cancel")):
+                answer = await it.send(path, "kb", method=method)
+                assert (answer.status, ".;" in await answer.text()) == (404, False)
             assert await it.get(f"/v1/responses/{name}", "root")
         assert len(fake.requests) == 1
         for name in (first, first + "0"):
@@ -101,40 +98,15 @@ async def test_a_conversation_is_its_tenants() -> None:
 
 
 async def responded(it: World, key: str, **body: Any) -> dict[str, Any]:
-    headers, sent = {"Authorization": f"Bearer {key}"}, {"model": "tiny", **body}
-    async with it.http.post(f"{it.url}{ClientApi.RESPONSES.value}", json=sent, headers=headers) as answer:
-        found: dict[str, Any] = await answer.json()
-        return found
+    found: dict[str, Any] = await (await it.send("/v1/responses", key, json=body)).json()
+    return found
 
 
 # -- two tenants may call their programs the same: engines hear of two, and each tenant of its own
 
 
 IN_TURN = 'routing = "round-robin"'
-KEYS = {"alice": "ka", "bob": "kb"}
 TOOL = {"type": "tool_start", "program_id": "p", "seq": 1, "call_id": "c", "tool": "bash"}
-
-
-def hint(program: str, *events: dict[str, Any], **more: Any) -> dict[str, Any]:
-    own = {"v": 1, "emitter": "em", "events": list(events)}
-    context = {"program_id": program, "sojourn": own, **more}
-    return {"vllm_xargs": {"agentic_context": json.dumps(context, separators=(",", ":")), "other": 1}}
-
-
-def told(fake: FakeEngine) -> dict[str, Any]:
-    """The hint of an engine's last request."""
-    read: dict[str, Any] = json.loads(fake.requests[-1]["vllm_xargs"]["agentic_context"])
-    return read
-
-
-async def homes(it: World, fakes: list[FakeEngine]) -> dict[str, FakeEngine]:
-    """Both tenants' programs of the same id, at different engines."""
-    found = {}
-    for tenant, key in KEYS.items():
-        name = (await it.chat("p", key=key)).headers["X-Sojourn-Replica"]
-        found[tenant] = next(fake for fake in fakes if fake.name == name)
-    assert found["alice"] is not found["bob"]
-    return found
 
 
 # -- names ------------------------------------------------------------------------
@@ -168,26 +140,6 @@ def test_names_can_be_read() -> None:
 # -- requests ---------------------------------------------------------------------
 
 
-async def test_two_programs_of_one_id_have_homes_events_and_ends_of_their_own() -> None:
-    async with engines(2) as fakes, world(fakes, preset=IN_TURN, tenants=TENANTS) as it:
-        of = await homes(it, fakes)
-        for tenant, key in KEYS.items():
-            assert of[tenant].headers[-1]["x-session-id"] == f"{tenant}/p"
-            assert it.gateway.routing_backend.core.home(tenant, "p") == of[tenant].name
-            shown = (await it.get("/sojourn/v1/programs", key))["programs"]
-            assert [(one["program_id"], one["tenant"]) for one in shown] == [("p", tenant)]
-            about = await it.get("/sojourn/v1/programs/p", key)
-            assert (about["replica"], about["engine"]["program_id"]) == (of[tenant].name, "p")
-            outcomes = await it.events(TOOL, key=key, emitter="the same")
-            assert outcomes == [{"outcome": "applied", "program_id": "p", "seq": 1}]
-            assert of[tenant].of(f"{tenant}/p") == ["tool_start"]
-        assert sum(len(fake.events) for fake in fakes) == 2
-        await it.events({"type": "program_end", "program_id": "p", "seq": 2}, key="kb")
-        assert of["bob"].of("bob/p") == ["tool_start", "program_end"]
-        assert it.gateway.routing_backend.core.home("bob", "p") is None
-        assert it.gateway.routing_backend.core.home("alice", "p") == of["alice"].name
-
-
 async def test_every_id_of_a_hint_is_named_and_nothing_else_changed() -> None:
     more = {"parent_program_id": "q", "root_program_id": "r", "step_id": "p", "request_id": "p"}
     async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
@@ -197,7 +149,7 @@ async def test_every_id_of_a_hint_is_named_and_nothing_else_changed() -> None:
         assert fakes[0].requests[-1]["temperature"] == 0.5
         assert fakes[0].requests[-1]["vllm_xargs"]["other"] == 1
         named = {"program_id": "bob/p", "parent_program_id": "bob/q"}
-        assert told(fakes[0]) == {
+        assert fakes[0].hint == {
             **json.loads(sent["vllm_xargs"]["agentic_context"]),
             **named,
             "root_program_id": "bob/r",
@@ -229,8 +181,9 @@ async def test_an_unreadable_hint_names_no_program(bad: Any) -> None:
 async def test_a_program_that_moves_takes_its_state_and_kv_along_and_no_other_tenants() -> None:
     options = {"preset": IN_TURN, "tenants": TENANTS, "admin_key": "root"}
     async with engines(2, shared_disk=True) as fakes, world(fakes, **options) as it:
-        of = await homes(it, fakes)
-        old, new = of["alice"], of["bob"]
+        at = {key: (await it.chat("p", key=key)).headers["X-Sojourn-Replica"] for key in TENANTS}
+        old, new = sorted(fakes, key=lambda fake: fake.name == at["kb"])
+        assert [old.name, new.name] == [at["ka"], at["kb"]], "both programs of the same id"
         old.persist_looks = 2
         ended = {**TOOL, "type": "tool_stop", "seq": 2, "duration_s": 1.0}
         start = {"type": "program_start", "program_id": "p", "seq": 0, "agent_type": "coder"}
@@ -244,7 +197,12 @@ async def test_a_program_that_moves_takes_its_state_and_kv_along_and_no_other_te
         await until(lambda: old.of("alice/p")[-1] == "program_end")
         assert old.persisted == ["alice/p"] * 3
         assert new.of("bob/p") == ["tool_start"], "the other's goes on as it was"
-        assert it.gateway.routing_backend.core.home("bob", "p") == new.name
+        for tenant, key in (("alice", "ka"), ("bob", "kb")):
+            assert it.core.home(tenant, "p") == new.name
+            shown = (await it.get("/sojourn/v1/programs", key))["programs"]
+            assert [(one["program_id"], one["tenant"]) for one in shown] == [("p", tenant)]
+            about = await it.get("/sojourn/v1/programs/p", key)
+            assert (about["replica"], about["engine"]["program_id"]) == (new.name, "p")
         [move] = (await it.get("/sojourn/v1/moves", "ka"))["moves"]
         moved = {"program_id": "p", "moved_from": old.name, "moved_to": new.name}
         assert (
@@ -254,3 +212,6 @@ async def test_a_program_that_moves_takes_its_state_and_kv_along_and_no_other_te
         # Later events find it where it is.
         await it.events({**ended, "seq": 4, "call_id": "d"}, key="ka")
         assert new.of("alice/p")[-1] == "tool_stop"
+        await it.events({"type": "program_end", "program_id": "p", "seq": 2}, key="kb")
+        assert new.of("bob/p")[-1] == "program_end"
+        assert [it.core.home(tenant, "p") for tenant in ("alice", "bob")] == [new.name, None]

@@ -53,16 +53,6 @@ def core(*names: str, pairs: PairScheduler | None = None, **limits: Any) -> Rout
     return made
 
 
-def test_a_request_goes_to_a_pair_and_the_next_to_the_other() -> None:
-    it = core("p1", "p2", "d1", "d2")
-    first = only(it.take(asked("a"), 1.0))
-    second = only(it.take(asked("b"), 1.0))
-    assert isinstance(first, SendRequest)
-    assert {first.prefill_id, second.prefill_id} == {"p1", "p2"}
-    assert {first.replica_id, second.replica_id} == {"d1", "d2"}
-    assert not first.decode_reads  # nothing of it is stored
-
-
 def test_what_a_program_has_stored_is_read_by_the_side_with_less_to_read() -> None:
     it = core("p1", "d1")
     it.take(asked("a", 6400, "p"), 1.0)
@@ -90,7 +80,7 @@ def turn(it: RoutingCore, name: str, tokens: int, now: float, program: str = "p"
     return sent
 
 
-def test_a_programs_turns_are_prefilled_where_its_context_is() -> None:
+def test_a_programs_turns_are_prefilled_where_its_context_is_unless_another_is_sooner_done() -> None:
     it = core("p1", "p2", "d1")
     first = turn(it, "a", 1000, 1.0)
     assert it.home("t", "p") == first.prefill_id == "p1"
@@ -98,13 +88,9 @@ def test_a_programs_turns_are_prefilled_where_its_context_is() -> None:
     assert busy.prefill_id == "p1"  # another's prompt, as long as the context
     second = turn(it, "c", 1200, 3.0)
     assert (second.prefill_id, second.moved_from) == ("p1", None)
-
-
-def test_a_program_moves_to_an_engine_that_is_sooner_done_and_its_kv_is_released() -> None:
-    it = core("p1", "p2", "d1")
-    turn(it, "a", 1000, 1.0)
-    only(it.take(asked("b", 3000), 2.0))
-    sent, released = sorted(it.take(asked("c", 1200, "p"), 3.0), key=lambda one: type(one).__name__)[::-1]
+    it.take(routing_events.PrefillFinished("b", "p1"), 3.0)
+    only(it.take(asked("d", 3000), 4.0))
+    released, sent = it.take(asked("e", 1400, "p"), 5.0)
     assert (sent.prefill_id, sent.moved_from) == ("p2", "p1")
     assert released == routing_events.ReleaseProgramKv("p", "p1", "t")
     assert it.home("t", "p") == "p2"

@@ -20,8 +20,8 @@ from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_records import RoutedRequest, WaitingQueue
 
 
-def core(routing: Any = None, sharing: Any = None, **limits: Any) -> RoutingCore:
-    return build_core(routing or CapacityRouting(), sharing=sharing, **{"lease_s": 1e6, **limits})
+def core(**more: Any) -> RoutingCore:
+    return build_core(CapacityRouting(), **{"lease_s": 1e6, **more})
 
 
 def ends(it: RoutingCore, name: str, now: float, program_id: str | None = None) -> list[str]:
@@ -103,12 +103,8 @@ def test_a_large_request_is_passed_by_a_limited_number_and_then_gets_a_reserved_
 # -- other orders than that of arrival ------------------------------------------------------------
 
 
-def ordered(order: Any, **limits: Any) -> RoutingCore:
-    return build_core(CapacityRouting(), order=order, **{"lease_s": 1e6, **limits})
-
-
 def test_returning_programs_are_served_before_new_ones_the_least_idle_first() -> None:
-    it = ordered(IdlenessOrder())
+    it = core(order=IdlenessOrder())
     it.take(seen("a"), 0.0)
     for name, acts_s in (("idle", 9.0), ("busy", 1.0)):
         assert sends(it.take(asked(name, 400), 10.0 - acts_s)) == [name]
@@ -128,7 +124,7 @@ def test_returning_programs_are_served_before_new_ones_the_least_idle_first() ->
 def test_no_order_keeps_a_request_waiting_for_ever(order: Any) -> None:
     """The unlucky one is last in either order; others come for as long as the test lasts."""
     unlucky, other = (990, 600) if isinstance(order, IdlenessOrder) else (600, 990)
-    it = ordered(order, queue_patience_s=30.0, queue_patience_requests=10**6)
+    it = core(order=order, queue_patience_s=30.0, queue_patience_requests=10**6)
     it.take(seen("a"), 0.0)
     running = sends(it.take(asked("x0", other), 0.0))
     for name, tokens in (("x1", other), ("unlucky", unlucky)):

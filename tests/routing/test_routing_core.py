@@ -19,7 +19,6 @@ from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import (
     ProbeReplica,
     RejectRequest,
-    ReleaseProgramKv,
     SendRequest,
 )
 from sojourn_server.routing.routing_from_preset import build_routing_core
@@ -94,20 +93,13 @@ class Broken:
     route = shares = order = steal = preempt_less_urgent = _breaks
 
 
-class BreaksOn:
-    """Answers all questions but those about a prompt of 13 tokens, and has no place before ``opens``."""
+class BreaksOn13(SessionAffinityRouting):
+    """Breaks on a prompt of 13 tokens once there is a replica."""
 
-    reads_prefixes = False
-    opens = False
-
-    def route(self, view: Any, replicas: Any, now: float) -> Any:
-        if self.opens and view.context_tokens == 13:
+    def route(self, view: Any, replicas: Any, now: float) -> RoutingDecision:
+        if replicas and view.context_tokens == 13:
             raise RuntimeError("broken")
-        return (
-            RoutingDecision(replicas[0].replica_id, "first")
-            if self.opens
-            else RoutingDecision(None, "no_replica")
-        )
+        return super().route(view, replicas, now)
 
 
 def test_a_request_that_no_policy_can_place_is_refused_and_forgotten() -> None:
@@ -120,11 +112,9 @@ def test_a_request_that_no_policy_can_place_is_refused_and_forgotten() -> None:
 
 
 def test_a_waiting_request_whose_policy_fails_blocks_no_other() -> None:
-    routing = BreaksOn()
-    it = with_replicas(core(routing), "a")
+    it = core(BreaksOn13())
     assert it.take(asked("bad", "p", 13), 0.0) == it.take(asked("good", "q", 14), 0.0) == []
-    routing.opens = True
-    actions = it.take(routing_events.Tick(), 1.0)
+    actions = it.take(seen("a"), 1.0)
     assert [(type(a), a.request_id) for a in actions] == [(RejectRequest, "bad"), (SendRequest, "good")]
 
 
@@ -143,19 +133,6 @@ def test_without_shares_turns_or_steals_requests_go_as_they_came() -> None:
 
 
 # -- faults -------------------------------------------------------------------------------
-
-
-def test_a_request_that_failed_before_its_first_byte_is_sent_elsewhere() -> None:
-    it = with_replicas(core(), "a", "b")
-    first = only(it.take(asked("r0", "p"), 0.0)).replica_id
-    probe, left, sent = it.take(routing_events.RequestFailed("r0", first), 1.0)
-    assert isinstance(probe, ProbeReplica)
-    assert left == ReleaseProgramKv("p", first, "t"), "should it live after all"
-    assert isinstance(sent, SendRequest)
-    assert sent.replica_id != first
-    assert it.take(routing_events.RequestFailed("r0", first), 1.1) == [], (
-        "an old failure says nothing of the new try"
-    )
 
 
 @pytest.mark.parametrize("is_gone_first", [False, True])
@@ -245,23 +222,15 @@ def test_a_program_with_a_request_at_home_is_not_split() -> None:
 # -- requests that continue a stored conversation: only the replica that stores it may serve them
 
 
-def received(name: str, program: str, only: str | None = "a") -> routing_events.RequestReceived:
-    return routing_events.RequestReceived(name, "t", 4000, program_id=program, only_replica_id=only)
-
-
 def busy_core(preset: str) -> RoutingCore:
     """Replica ``a`` is full and has a queue, in which ``stored`` is last; ``b`` is idle."""
     core = build_routing_core(load_cluster_preset(preset))
     for name in "ab":
         core.take(seen(name, capacity_tokens=10_000, max_running=2), 0.0)
     for number in range(6):
-        core.take(received(f"r{number}", f"p{number}"), 0.0)
-    assert not core.take(received("stored", "conversation"), 0.0)
+        core.take(asked(f"r{number}", f"p{number}", 4000, only_replica_id="a"), 0.0)
+    assert not core.take(asked("stored", "conversation", 4000, only_replica_id="a"), 0.0)
     return core
-
-
-def ticks(core: RoutingCore, since_s: float) -> list[Any]:
-    return [one for step in range(200) for one in core.take(routing_events.Tick(), since_s + step / 10)]
 
 
 @pytest.mark.parametrize("preset", ["saga", "sojourn"])
@@ -269,7 +238,7 @@ def test_a_stored_conversation_waits_for_its_replica_and_no_other(preset: str) -
     core = busy_core(preset)
     core.take(kv_lost(core, "conversation", "t", "a"), 0.1)
     core.take(routing_events.ReplicaDrainStarted("a"), 0.2)
-    actions = ticks(core, 0.3)
+    actions = [one for tenth in range(3, 203) for one in core.take(routing_events.Tick(), tenth / 10)]
     for request in list(core.requests.values()):
         actions += core.take(routing_events.RequestFinished(request.request_id), 30.0)
         actions += core.take(seen("a", capacity_tokens=10_000, max_running=2), 30.0)
@@ -298,5 +267,5 @@ def test_a_stored_conversation_whose_replica_fails_is_rejected(fault: str) -> No
 
 def test_a_stored_conversation_whose_replica_is_unknown_goes_anywhere() -> None:
     core = busy_core("saga")
-    [sent] = core.take(received("late", "other", only="c"), 0.1)
+    [sent] = core.take(asked("late", "other", 4000, only_replica_id="c"), 0.1)
     assert sent.replica_id == "b"

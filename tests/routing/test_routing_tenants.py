@@ -22,8 +22,6 @@ from sojourn_server.routing.routing_events import (
     SendRequest,
 )
 
-AT_HOME = SessionAffinityRouting(most_load=math.inf)
-
 
 def core(routing: Any, sharing: Any = None, **limits: Any) -> RoutingCore:
     limits = {"lease_s": 1e6, **limits}
@@ -141,19 +139,17 @@ def test_a_tenant_with_its_share_of_room_waits_for_its_own_programs() -> None:
 # -- making way ---------------------------------------------------------------------------
 
 
-def blocked(*names: str, urgent_s: float = 2.0, calm_s: float = 1e6, **limits: Any) -> RoutingCore:
+def blocked() -> RoutingCore:
     """At ``a`` two requests of a calm tenant run, one of them not yet answered; an urgent one waits there."""
-    it = core(AT_HOME, send_below_load=1.0, **limits)
+    it = core(SessionAffinityRouting(most_load=math.inf), send_below_load=1.0)
     it.take(seen("a", max_running=2), 0.0)
-    for tenant, deadline_s in (("calm", calm_s), ("urgent", urgent_s)):
+    for tenant, deadline_s in (("calm", 1e6), ("urgent", 2.0)):
         it.take(asked(tenant, tenant, deadline_s=deadline_s), 0.0)
         it.take(routing_events.RequestFinished(tenant, 1), 1.0)
     for name in ("c0", "c1"):
-        assert sends(it.take(asked(name, "calm", deadline_s=calm_s), 2.0)) == [(name, "a")]
+        assert sends(it.take(asked(name, "calm", deadline_s=1e6), 2.0)) == [(name, "a")]
     it.take(routing_events.FirstByteSent("c0", "a"), 2.0)
     assert it.take(asked("u", "urgent", program_id="urgent"), 2.0) == [], "it is at home at a"
-    for name in names:
-        it.take(seen(name, max_running=2), 2.0)
     return it
 
 
@@ -189,8 +185,9 @@ def test_programs_make_way_for_one_that_needs_room() -> None:
     assert sends(it.take(routing_events.ProgramEnded("u", "urgent"), 3.0)) == [("c1", "a")]
 
 
-def three_at_a_and_room_at_b() -> RoutingCore:
-    """Each in its second turn, of 300 tokens, not yet begun to be answered; ``b`` is new, and for 400."""
+def test_no_kv_is_thrown_away_to_make_room() -> None:
+    """At ``a`` three in their second turns, of 300 tokens, not yet begun to be answered; ``b`` is new, and
+    for 400."""
     it = core(CapacityRouting())
     it.take(seen("a"), 0.0)
     for at, name in enumerate(("c0", "c1", "c2")):
@@ -198,11 +195,6 @@ def three_at_a_and_room_at_b() -> RoutingCore:
         it.take(routing_events.RequestFinished(name, 1, "a"), 1.0)
         it.take(asked(f"{name}/2", "calm", 300, program_id=name), 1.0 + at / 10)
     it.take(seen("b", capacity_tokens=400), 1.3)
-    return it
-
-
-def test_no_kv_is_thrown_away_to_make_room() -> None:
-    it = three_at_a_and_room_at_b()
     for name, tokens in (("x", 60), ("other", 300)):
         assert sends(it.take(asked(name, "calm", tokens, deadline_s=1e6), 1.3)) == [(name, "b")]
     it.take(routing_events.FirstByteSent("x", "b"), 1.3)
