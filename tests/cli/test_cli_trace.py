@@ -9,30 +9,29 @@ from typing import Any
 import pytest
 from cli_process import invoke, refused
 from sojourn_server.traces.trace_file import read_trace
+from virtual_engine import VirtualEngine, prompt
 
-LEDGER = {
-    "program_id": "p",
-    "ledger": [
-        {
-            "turn": 1,
-            "outcome": "stopped",
-            "arrived_s": 5.0,
-            "output_tokens": 7,
-            "seconds": {"wall": 1.0},
-            "tokens": {"prompt": 90, "device": 0, "new": 90, "tail": 0, "lost": {}},
-        }
-    ],
-}
+
+def engine_with_a_turn() -> VirtualEngine:
+    engine = VirtualEngine()
+    request = engine.arrive("p", prompt(90))
+    engine.wait(0.25)
+    engine.admit(request)
+    engine.wait(0.25)
+    engine.program_scheduler.first_token(request, engine.now)
+    engine.wait(0.5)
+    engine.finish(request)
+    return engine
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
 def test_a_file_becomes_a_trace(tmp_path: Path, name: str) -> None:
     given, made = tmp_path / "in.json", tmp_path / name
-    given.write_text(json.dumps(LEDGER))
+    given.write_text(json.dumps(engine_with_a_turn().ask("program", program_id="p")))
     result = invoke("trace", "import", str(given), "--from", "sojourn", "-o", str(made))
     assert result.exit_code == 0, result.output
     (program,) = read_trace(made)
-    assert (program.turns[0].prompt_tokens, program.turns[0].output_tokens) == (90, 7)
+    assert (program.turns[0].prompt_tokens, program.turns[0].output_tokens) == (90, 2)
 
 
 @pytest.mark.parametrize(
@@ -60,18 +59,13 @@ def test_a_failure_is_one_line_and_writes_nothing(
 
 
 def test_an_engines_programs_and_decisions_are_exported(tmp_path: Path, serve: Any) -> None:
-    seconds = {"wall": 1.0, "queued": 0.25, "prefilling": 0.25, "decoding": 0.5}
-    ledger = [{**LEDGER["ledger"][0], "seconds": seconds, "leased": False, "lease_ttl_s": None}]
-    decisions = [
-        {"seq": 0, "at_s": 5.5, "kind": "keep", "program_id": "p", "reason": "this_tool", "ttl_s": 3.0},
-        {"seq": 1, "at_s": 5.6, "kind": "policy", "program_id": None, "reason": "on"},
-    ]
-    listed = {"programs": [{"program_id": "p"}, {"program_id": "gone"}], "total": 2}
+    engine = engine_with_a_turn()
+    engine.ask("policy", on=False)
     server = serve(
         {
-            "/sojourn/v1/programs": listed,
-            "/sojourn/v1/programs/p": {"program_id": "p", "tenant": "t", "ledger": ledger},
-            "/sojourn/v1/decisions": {"decisions": decisions, "next": 2},
+            "/sojourn/v1/programs": {"programs": [{"program_id": "p"}, {"program_id": "gone"}], "total": 2},
+            "/sojourn/v1/programs/p": engine.ask("program", program_id="p"),
+            "/sojourn/v1/decisions": engine.ask("decisions", since=0, limit=100),
         }
     )
     export = ("trace", "export", "--perfetto", str(tmp_path / "run.json"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 from echo_engine import ByteTokenizer, EchoEngine
-from sojourn_server.cli import build_app, demo
+from sojourn_server.cli import build_app
 from sojourn_server.demo.demo_run import BLOCK_TOKENS
 from sojourn_server.demo.demo_tasks import load_tasks
 from sojourn_server.launch.engine_server import EngineServer
@@ -64,27 +64,7 @@ def test_the_servers_of_a_demo_require_the_users_api_key_and_every_request_has_i
     assert keys == ["s3cret", "s3cret"]
     assert "s3cret" not in answer.output + (places / "out.json").read_text()
     assert engine.events, "the SDK's requests have the key too"
-
-
-@pytest.mark.parametrize("url", [None, "http://127.0.0.1:1", "http://engine.example:1"])
-def test_the_agents_libraries_get_the_demos_own_folder_and_a_way_past_the_proxy(
-    url: str | None, places: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    seen: list[dict[str, str]] = []
-
-    def run_arms(*_: object, **__: object) -> None:
-        seen.append(dict(os.environ))
-        raise demo.typer.Exit
-
-    monkeypatch.setattr(demo, "_DemoRun", run_arms)
-    answer = run(*(["--arms", "stock", "--url", url] if url else []))
-    assert answer.exit_code == 0, answer.output
-    (environment,) = seen
-    assert Path(environment["MSWEA_GLOBAL_CONFIG_DIR"]).match(f"{places}/sojourn-demo-*")
-    expected = None if url == "http://engine.example:1" else "127.0.0.1,localhost"
-    assert (environment.get("NO_PROXY"), environment.get("no_proxy")) == (expected, expected)
+    assert Path(os.environ["MSWEA_GLOBAL_CONFIG_DIR"]).match(f"{places}/sojourn-demo-*")
 
 
 def test_quick_is_four_short_programs_and_says_that_it_measures_nothing(

@@ -1,8 +1,11 @@
-"""A whole arm with real agents and shells against an echo engine."""
+"""A whole arm with real agents and shells against an echo engine, and the variables that it sets for them."""
 
 from __future__ import annotations
 
 import json
+import re
+import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 from echo_engine import ByteTokenizer, EchoEngine
 from sojourn_server.demo.demo_agent import prepare_environment
 from sojourn_server.demo.demo_report import arm_figures, succeeded
-from sojourn_server.demo.demo_run import ArmRecord, run_arm
+from sojourn_server.demo.demo_run import ArmRecord, run_arm, warm_up
 from sojourn_server.demo.demo_tasks import DemoTask, load_tasks
 
 # Two tasks whose tests do not wait.
@@ -105,3 +108,39 @@ def test_a_script_that_fixes_nothing_is_no_success(tmp_path: Path) -> None:
     assert record.programs[0].error is None
     assert not record.programs[0].fixed
     assert not succeeded([record])
+
+
+@pytest.fixture
+def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A proxy for all hosts at a port that refuses connections."""
+    for name in ("HTTP_PROXY", "http_proxy", "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as bound:  # not listening, and taken
+        bound.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{bound.getsockname()[1]}")
+        yield
+
+
+@pytest.mark.usefixtures("dead_proxy")
+@pytest.mark.parametrize("is_named", [False, True])
+def test_the_agents_client_reaches_a_server_on_this_machine_past_the_proxy(
+    tmp_path: Path, is_named: bool
+) -> None:
+    with EchoEngine() as engine:
+        prepare_environment(tmp_path, engine.url if is_named else None)
+        warm_up(engine.url, "m")
+    assert len(engine.bodies) == 1
+
+
+@pytest.mark.usefixtures("dead_proxy")
+def test_an_error_of_the_agents_client_names_the_server(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with EchoEngine() as engine:
+        prepare_environment(tmp_path, "http://engine.example:8000")
+        # The proxy stays in force, and this server is behind it.
+        expected = rf"first request to {re.escape(engine.url)} failed: .*Error"
+        with pytest.raises(RuntimeError, match=expected):
+            warm_up(engine.url, "m")
+    assert engine.bodies == []
+    assert capfd.readouterr().out == ""  # stdout may carry the JSON

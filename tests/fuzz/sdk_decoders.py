@@ -19,6 +19,7 @@ from sojourn_server.traces.imports.ledger_import import read_ledgers
 from sojourn_server.traces.prompt_builder import plan_turns
 from sojourn_server.traces.trace_file import read_trace
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceTurn
+from virtual_engine import VirtualEngine, prompt
 
 TRACE = (
     TraceProgram(
@@ -42,23 +43,14 @@ TRACE = (
     ),
 )
 TRACE_TEXT = b"".join(msgspec.json.encode(program) + b"\n" for program in TRACE)
-LEDGER = {
-    "program_id": "p",
-    "status": "ended",
-    "agent_type": "coder",
-    "ledger": [
-        {
-            "turn": 1,
-            "outcome": "stopped",
-            "arrived_s": 100.0,
-            "output_tokens": 20,
-            "seconds": {"wall": 2.0},
-            "tokens": {"prompt": 339, "device": 160, "new": 179, "lost": {}},
-        }
-    ],
-}
 USAGE = {"prompt_tokens": 12, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 8}}
 CAPABILITIES = ({"name": "sojourn", "wire": [1]}, {"data": [{"owned_by": "sglang"}]})
+
+
+def ledger() -> bytes:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(40))
+    return json_bytes(engine.ask("program", program_id="p"))
 
 
 def use_trace(path: Path) -> Any:
@@ -143,7 +135,7 @@ SDK_DECODERS: dict[str, Decoder] = {
     ),
     "ledgers": Decoder(
         decode=in_file(lambda path: read_ledgers([path])),
-        examples=(json_bytes(LEDGER),),
+        examples=(ledger(),),
         refused=(b"9" * 5000, b'"\\ud800"'),
         errors=(TraceError,),
     ),

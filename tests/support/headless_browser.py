@@ -123,7 +123,9 @@ def headless_chromium() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: make setup")
     found = chromium()
     if found is None:
-        pytest.skip(f"no Chromium: {install_hint()}")
+        pytest.skip(
+            f"no Chromium: run {sys.executable} {Path(__file__)}, or name a browser in SOJOURN_TEST_BROWSER"
+        )
     path, variables = found
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(
@@ -134,11 +136,6 @@ def headless_chromium() -> Iterator[Any]:
             yield browser
         finally:
             browser.close()
-
-
-def install_hint() -> str:
-    """Text that says how to get a browser for the tests of the page."""
-    return f"run {sys.executable} {Path(__file__)}, or name a browser in SOJOURN_TEST_BROWSER"
 
 
 if __name__ == "__main__":

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 _NS = "]<]minimax[>["
 _DSML = "｜DSML｜"
-_PLAMO = "<|plamo:{}:plamo|>"
 _QWEN = "<function=bash>\n<parameter=command>\npytest -q\n</parameter>\n</function>"
 _GLM = "<arg_key>command</arg_key><arg_value>pytest -q</arg_value>"
 _JSON = '{"name": "bash", "arguments": {"command": "pytest -q"}}'
 _PARAMETERS = '{"name": "bash", "parameters": {"command": "pytest -q"}}'
 _PYTHONIC = '[bash(command="pytest -q")]'
 _ARGUMENTS = '{"command": "pytest -q"}'
+
+
+def _invoke(calls: str, prefix: str = "", attributes: str = "") -> str:
+    """The call in tags that begin with ``prefix``."""
+    parameter = f'<{prefix}parameter name="command"{attributes}>pytest -q</{prefix}parameter>'
+    call = f'<{prefix}invoke name="bash">\n{parameter}\n</{prefix}invoke>'
+    return f"<{prefix}{calls}>\n{call}\n</{prefix}{calls}>"
+
 
 SAMPLES: dict[str, str] = {
     "apertus": f'<|tools_prefix|>[{{"bash": {_ARGUMENTS}}}]<|tools_suffix|>',
@@ -30,25 +37,10 @@ SAMPLES: dict[str, str] = {
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>bash<｜tool▁sep｜>"
         f"{_ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ),
-    "deepseek_v32": (
-        f'<{_DSML}function_calls>\n<{_DSML}invoke name="bash">\n'
-        f'<{_DSML}parameter name="command" string="true">pytest -q</{_DSML}parameter>\n'
-        f"</{_DSML}invoke>\n</{_DSML}function_calls>"
-    ),
-    "deepseek_v4": (
-        f'<{_DSML}tool_calls>\n<{_DSML}invoke name="bash">\n'
-        f'<{_DSML}parameter name="command" string="true">pytest -q</{_DSML}parameter>\n'
-        f"</{_DSML}invoke>\n</{_DSML}tool_calls>"
-    ),
-    "deepseek_v41": (
-        f'<{_DSML} calls>\n<{_DSML} invoke name="bash">\n'
-        f'<{_DSML} parameter name="command" string="true">pytest -q</{_DSML} parameter>\n'
-        f"</{_DSML} invoke>\n</{_DSML} calls>"
-    ),
-    "dots": (
-        '<dots_function_call>\n<invoke name="bash">\n<parameter name="command">pytest -q</parameter>\n'
-        "</invoke>\n</dots_function_call>"
-    ),
+    "deepseek_v32": _invoke("function_calls", _DSML, ' string="true"'),
+    "deepseek_v4": _invoke("tool_calls", _DSML, ' string="true"'),
+    "deepseek_v41": _invoke("calls", f"{_DSML} ", ' string="true"'),
+    "dots": _invoke("dots_function_call"),
     "ernie45": f"Look.\n</think>\n\n\n<tool_call>\n{_JSON}\n</tool_call>\n",
     "functiongemma": ("<start_function_call>call:bash{command:<escape>pytest -q<escape>}<end_function_call>"),
     "gemma4": '<|tool_call>call:bash{command:<|"|>pytest -q<|"|>}<tool_call|>',
@@ -92,35 +84,23 @@ SAMPLES: dict[str, str] = {
     "longcat": f"<longcat_tool_call>\n{_JSON}\n</longcat_tool_call>",
     "mimo": f"<tool_call>\n{_QWEN.replace(chr(10), '')}\n</tool_call>",
     "minicpm5": '<function name="bash"><param name="command">pytest -q</param></function>',
-    "minimax_m2": (
-        '<minimax:tool_call>\n<invoke name="bash">\n<parameter name="command">pytest -q</parameter>\n'
-        "</invoke>\n</minimax:tool_call>"
-    ),
+    "minimax_m2": _invoke("minimax:tool_call"),
     "minimax_m3": (
         f'{_NS}<tool_call>\n{_NS}<invoke name="bash">\n{_NS}<command>pytest -q{_NS}</command>\n'
         f"{_NS}</invoke>\n{_NS}</tool_call>"
     ),
     "mistral": f"[TOOL_CALLS]bash[ARGS]{_ARGUMENTS}</s>",
     "muse_glimmer": (
-        "<|start|>assistant to=bash<|message|><atem:function_calls>\n"
-        '<atem:invoke name="bash">\n<atem:parameter name="command">pytest -q</atem:parameter>\n'
-        "</atem:invoke>\n</atem:function_calls><|eom|>"
+        "<|start|>assistant to=bash<|message|>" + _invoke("function_calls", "atem:") + "<|eom|>"
     ),
     "olmo3": '<function_calls>\nbash(command="pytest -q")\n</function_calls>',
     "openai": (f"<|channel|>commentary to=functions.bash <|constrain|>json<|message|>{_ARGUMENTS}<|call|>"),
     "phi4_mini_json": f"functools[{_JSON}]",
     "plamo3": (
-        _PLAMO.format("begin_tool_requests")
-        + _PLAMO.format("begin_tool_request")
-        + _PLAMO.format("begin_tool_name")
-        + "bash"
-        + _PLAMO.format("end_tool_name")
-        + _PLAMO.format("begin_tool_arguments")
-        + "<|plamo:constrain|>json<|plamo:msg|>"
-        + _ARGUMENTS
-        + _PLAMO.format("end_tool_arguments")
-        + _PLAMO.format("end_tool_request")
-        + _PLAMO.format("end_tool_requests")
+        "<|plamo:begin_tool_requests:plamo|><|plamo:begin_tool_request:plamo|>"
+        "<|plamo:begin_tool_name:plamo|>bash<|plamo:end_tool_name:plamo|>"
+        f"<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>{_ARGUMENTS}"
+        "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|><|plamo:end_tool_requests:plamo|>"
     ),
     "poolside_v1": f"<tool_call>bash\n{_GLM}</tool_call>",
     "pythonic": _PYTHONIC,
