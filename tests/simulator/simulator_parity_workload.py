@@ -75,15 +75,16 @@ def make_engine(
 
 class Agents:
     """Closed-loop agents that alternate turns and tools. A new agent replaces one that has ended. Some agents
-    send more hints and events than others."""
+    send more hints and events than others. Gaps and hinted leases last ``pace`` times as long."""
 
-    def __init__(self, engine: Any, clock: Clock, seed: int, programs: int = 14) -> None:
+    def __init__(self, engine: Any, clock: Any, seed: int, programs: int = 14, pace: float = 1.0) -> None:
         self.engine = engine
         self.clock = clock
         self.rng = random.Random(seed)
+        self._pace = pace
         self._sequence = 0
         self._requests = 0
-        self._due: dict[str, float] = {f"P{n}": 1000.0 for n in range(programs)}
+        self._due: dict[str, float] = {f"P{n}": clock.now for n in range(programs)}
         self._contexts: dict[str, list[int]] = {}
         self._busy: dict[str, str] = {}
         self._tools: dict[str, float] = {}
@@ -114,7 +115,7 @@ class Agents:
         request_id = f"r{self._requests}"
         hint: dict[str, Any] = {}
         if rng.random() < 0.1:
-            hint["kv_retention_ttl_seconds"] = rng.uniform(0.5, 400.0)
+            hint["kv_retention_ttl_seconds"] = self._pace * rng.uniform(0.5, 400.0)
         if rng.random() < 0.1:
             hint["sojourn"] = {
                 "v": 1,
@@ -153,7 +154,7 @@ class Agents:
             self._tell("tool_start", program, call_id="c", tool="bash", tool_class=rng.choice(["ls", "make"]))
         if rng.random() < 0.1:
             self._tell("heartbeat", program)
-        self._due[program] = self.clock.now + rng.choice([0.05, 0.4, 2.0, 9.0])
+        self._due[program] = self.clock.now + self._pace * rng.choice([0.05, 0.4, 2.0, 9.0])
 
     def _tell(self, kind: str, program: str, **fields: Any) -> None:
         self._sequence += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import heapq
 import json
 import os
 import random
@@ -11,9 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from simulator_parity_workload import Agents
 from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillCurve
 from sojourn_server.simulator.parity_replay import replay_recording
 
@@ -62,7 +63,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
     made = LLM(
         model=resolve_model("tiny", progress=False),
         block_size=32,
-        max_model_len=512,
+        max_model_len=1024,
         max_num_seqs=8,
         max_num_batched_tokens=512,
         num_gpu_blocks_override=BLOCKS,
@@ -88,8 +89,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
     patch.undo()
 
 
-class LiveAgents:
-    """Agents in a closed loop: a turn that calls a tool, the tool, the next turn; ended ones are replaced."""
+class LiveEngine:
+    """vLLM's engine and the real clock, with the interface of the simulated ones."""
 
     def __init__(self, llm: Any) -> None:
         self.engine = llm.llm_engine
@@ -97,84 +98,52 @@ class LiveAgents:
         tokenizer = llm.get_tokenizer()
         self._outputs = [[*tokenizer.encode(call), tokenizer.eos_token_id] for call in CALLS]
         self._rng = random.Random(1)
-        self._due = [(0.0, f"P{n}") for n in range(AGENTS)]
-        self._contexts: dict[str, list[int]] = {}
-        self._busy: dict[str, str] = {}
-        self._tools: dict[str, tuple[str, float]] = {}
-        self._sequence = 0
-        self.turns = 0
-        self._programs = AGENTS
 
-    def run(self) -> None:
-        """Until enough has been decided."""
-        end_s = time.monotonic() + LONGEST_S
-        decisions = self.scheduler.sojourn.program_scheduler.decisions
-        while not decisions.since(WANTED_DECISIONS, 1)[0] and time.monotonic() < end_s:
-            now = time.monotonic()
-            while self._due and self._due[0][0] <= now:
-                self._turn(heapq.heappop(self._due)[1])
-            if not self.engine.has_unfinished_requests():
-                time.sleep(max(0.0, min(self._due)[0] - now))
-                continue
-            for output in self.engine.step():
-                if output.finished:
-                    self._acted(output.request_id, list(output.outputs[0].token_ids))
+    @property
+    def now(self) -> float:
+        return time.monotonic()
 
-    def _turn(self, program: str) -> None:
+    @now.setter
+    def now(self, _: float) -> None:
+        """A step takes as long as it takes."""
+
+    def step(self) -> Any:
+        finished = []
+        if self.engine.has_unfinished_requests():
+            finished = [output.request_id for output in self.engine.step() if output.finished]
+        else:
+            time.sleep(0.001)
+        return SimpleNamespace(finished=finished, planned=SimpleNamespace(total_num_scheduled_tokens=0))
+
+    def add(
+        self, request_id: str, prompt: list[int], *, program_id: str | None, context: dict[str, Any], **_: Any
+    ) -> None:
         from vllm import SamplingParams
 
-        rng = self._rng
-        if program in self._tools:
-            tool, started_s = self._tools.pop(program)
-            took_s = time.monotonic() - started_s
-            self._tell("tool_stop", program, call_id=tool, duration_s=took_s)
-        context = self._contexts.setdefault(program, list(range(100, 132)))
-        context += [rng.randrange(1000, 40_000) for _ in range(rng.randrange(10, 50))]
-        forced = rng.choice(self._outputs)
-        hint: dict[str, Any] = {"program_id": program}
-        if rng.random() < 0.15:
-            hint["kv_retention_ttl_seconds"] = rng.uniform(0.01, 0.4)
-        self.turns += 1
-        request_id = f"{program}-{self.turns}"
-        self._busy[request_id] = program
-        self.engine.add_request(
-            request_id,
-            {"prompt_token_ids": context},
-            SamplingParams(
-                temperature=0,
-                max_tokens=len(forced),
-                extra_args={"replay_ids": forced, "agentic_context": json.dumps(hint)},
-            ),
-        )
+        forced = self._rng.choice(self._outputs)
+        hint = json.dumps({"program_id": program_id, **context} if program_id else {})
+        extra = {"replay_ids": forced, "agentic_context": hint}
+        sampling = SamplingParams(temperature=0, max_tokens=len(forced), extra_args=extra)
+        self.engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, sampling)
 
-    def _acted(self, request_id: str, tokens: list[int]) -> None:
-        program = self._busy.pop(request_id)
-        self._contexts[program] += tokens
-        if len(self._contexts[program]) > 400:
-            self._tell("program_end", program)
-            del self._contexts[program]
-            self._programs += 1
-            program = f"P{self._programs}"
-        elif self._rng.random() < 0.7:
-            self._tools[program] = (f"c{self.turns}", time.monotonic())
-            self._tell("tool_start", program, call_id=f"c{self.turns}", tool="bash", tool_class="ls")
-        heapq.heappush(self._due, (time.monotonic() + self._rng.choice([0.001, 0.01, 0.04, 0.15]), program))
+    def abort(self, request_id: str) -> None:
+        self.engine.abort_request([request_id])
 
-    def _tell(self, kind: str, program: str, **fields: Any) -> None:
-        self._sequence += 1
-        event = {"type": kind, "program_id": program, "seq": self._sequence, **fields}
+    def tell(self, event: dict[str, Any]) -> None:
         batch = {"v": 1, "emitter": "e", "events": [event]}
         answers = json.loads(self.scheduler.sojourn_call("event_batches", json.dumps([batch])))
-        (answer,) = answers["batches"]
-        assert answer["outcomes"][0]["outcome"] != "rejected"
+        assert answers["batches"][0]["outcomes"][0]["outcome"] != "rejected"
 
 
 @pytest.mark.timeout(600)
 def test_two_thousand_decisions_of_the_real_engine_are_reproduced_exactly(llm):
     made, recording = llm
-    agents = LiveAgents(made)
-    agents.run()
-    adapter = agents.scheduler.sojourn
+    engine = LiveEngine(made)
+    adapter = engine.scheduler.sojourn
+    agents = Agents(engine, engine, seed=1, programs=AGENTS, pace=0.01)
+    end_s = time.monotonic() + LONGEST_S
+    while not adapter.program_scheduler.decisions.since(WANTED_DECISIONS, 1)[0] and time.monotonic() < end_s:
+        agents.run(20)
     assert adapter.failures == 0
     logged, _ = adapter.program_scheduler.decisions.since(0, 1_000_000)
     made.llm_engine.engine_core.shutdown()  # as when a server stops: it ends the recording
