@@ -65,6 +65,7 @@ def taken(background: BackgroundTrainer) -> dict[str, LengthPrediction]:
 def test_it_learns_while_the_engine_leaves_it_notes_and_then_guesses(
     make: Callable[..., BackgroundTrainer],
 ) -> None:
+    threads, random_numbers = torch.get_num_threads(), torch.get_rng_state()
     background = make(share=100.0)
     for output in outputs(60, seed=5):
         for written, one in zip(output.written, output.states, strict=True):
@@ -86,6 +87,8 @@ def test_it_learns_while_the_engine_leaves_it_notes_and_then_guesses(
     assert known["loss"] is not None
     assert known["loss"] < 4
     assert known["seconds"]
+    assert torch.get_num_threads() == threads, "which are the engine's"
+    assert torch.equal(torch.get_rng_state(), random_numbers)
 
 
 # -- no waiting ------------------------------------------------------------------------------
@@ -144,17 +147,6 @@ def test_it_takes_no_more_of_the_processor_than_its_share(
     wait_until(lambda: background.spent_s > 2 * batch_s and time.monotonic() - begun_s > 1.5)
     spent_s, passed_s = background.spent_s, time.monotonic() - begun_s
     assert spent_s <= 0.03 * passed_s + 2 * batch_s
-
-
-def test_it_leaves_the_engines_threads_and_random_numbers_alone(
-    make: Callable[..., BackgroundTrainer], file: Path
-) -> None:
-    threads, random_numbers = torch.get_num_threads(), torch.get_rng_state()
-    background = make(file=file)
-    background.queue_hidden_states([("a", 0)], state())
-    assert taken(background)
-    assert torch.get_num_threads() == threads
-    assert torch.equal(torch.get_rng_state(), random_numbers)
 
 
 # -- what fails ----------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ class SmallRun:
         disk_blocks: int = 0,
         until_s: float | None = None,
         call_s: float = 0.0,
-        max_num_seqs: int = 8,
         asynchronous: bool = False,
         prepare: Callable[[Simulation], None] = lambda simulation: None,
     ) -> None:
@@ -57,7 +56,7 @@ class SmallRun:
             options = SimulatedEngineOptions(
                 blocks=2000 if engine.bound == "device" else blocks,
                 block_size=BLOCK,
-                max_num_seqs=max_num_seqs,
+                max_num_seqs=8,
                 max_num_batched_tokens=256,
                 max_model_len=(blocks - 1) * BLOCK,
                 asynchronous=asynchronous,
@@ -76,8 +75,9 @@ class SmallRun:
             trace="small", seed=0, loop="open",
         )  # fmt: skip
         self.front: Any = engine.request_router()
-        if replicas is None:
-            self._watch_router()
+        self.routed: list[Any] = []
+        """The events that the router got."""
+        self._watch_router()
         simulation = Simulation(
             self.engines,
             self.clock,
@@ -128,6 +128,7 @@ class SmallRun:
         take = self.front.take
 
         def watched(event: Any, now: float) -> Any:
+            self.routed.append(event)
             actions = take(event, now)
             if actions:
                 self.decisions.append((now, ("router", tuple(actions))))

@@ -184,21 +184,13 @@ def test_tenants_reach_the_core_and_state_no_deadlines():
     loop = small_workload(seed=3, programs=9)
     for number, program in enumerate(loop.programs):
         program.tenant = f"t{number % 2}" if number < 8 else None
-    told = []
-
-    class Listening(SimulatedGateway):
-        def take(self, event: Any, now: float) -> list[Any]:
-            if isinstance(event, RequestReceived):
-                told.append((event.program_id, event.tenant, event.deadline_s))
-            return super().take(event, now)
-
-    listening = Listening(load_cluster_preset("saga"))
-    run = SmallCluster(replace(find_cluster_policy("saga/saga"), request_router=lambda: listening), loop)
+    run = SmallCluster("saga/saga", loop)
     lives = {program.program_id: program for program in run.log.programs}
-    for program_id, tenant, deadline_s in told:
-        life = lives[program_id]
-        assert (life.tenant or DEFAULT_TENANT) == tenant
-        assert deadline_s is None
+    received = [event for event in run.routed if isinstance(event, RequestReceived)]
+    assert {event.program_id for event in received} == set(lives)
+    for event in received:
+        assert event.tenant == (lives[event.program_id].tenant or DEFAULT_TENANT)
+        assert event.deadline_s is None
 
 
 def test_a_request_that_no_replica_could_ever_compute_is_refused_and_its_program_gives_up():

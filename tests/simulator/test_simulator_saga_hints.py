@@ -12,18 +12,18 @@ import pytest
 pytest.importorskip("vllm")
 
 from simulator_small_runs import SmallRun
-from simulator_small_workload import SmallLoop, small_workload
+from simulator_small_workload import SmallLoop, small_workload, turns
 from sojourn_server.simulator.client_hints import ClientHints, ClientHistory
 from sojourn_server.simulator.run_log import TurnLog
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
 
-def turns(policy: str, loop: SmallLoop) -> list[TurnLog]:
+def played(policy: str, loop: SmallLoop) -> list[TurnLog]:
     """The turns of a run in which contexts are three times as large as the pool."""
-    log = SmallRun(policy, loop, blocks=100).log
+    log = SmallRun(policy, loop).log
     assert log.hook_failures == log.refused_hints == 0
-    return [turn for program in log.programs for turn in program.turns]
+    return turns(log)
 
 
 ABLATIONS = Path(__file__).parents[2] / "benchmarks" / "saga_ablations"
@@ -36,7 +36,7 @@ def loop() -> SmallLoop:
 
 def test_hints_tell_at_once_patterns_after_thirty_programs_and_the_cold_never(loop: SmallLoop):
     policies = ("saga-paper", f"{ABLATIONS}/saga-inferred.toml", f"{ABLATIONS}/saga-cold.toml")
-    foreseen = {policy: [turn.goes_on for turn in turns(policy, loop)] for policy in policies}
+    foreseen = {policy: [turn.goes_on for turn in played(policy, loop)] for policy in policies}
     hinted, inferred, cold = (sum(p is not None for p in found) for found in foreseen.values())
     assert hinted > inferred > 20
     assert cold == 0
@@ -45,12 +45,12 @@ def test_hints_tell_at_once_patterns_after_thirty_programs_and_the_cold_never(lo
 
 
 def test_what_was_evicted_is_told_with_its_evictor_and_its_score(loop: SmallLoop):
-    found = [turn for turn in turns("saga", loop) if turn.evicted_score is not None]
+    found = [turn for turn in played("saga", loop) if turn.evicted_score is not None]
     assert len(found) > 10
     assert all(turn.evictor not in (None, turn.program_id) for turn in found if turn.evictor)
     assert all(len(turn.evicted_score or ()) == 2 for turn in found)
     assert not [
-        turn for turn in turns(f"{ABLATIONS}/saga-no-eviction.toml", loop) if turn.evicted_score is not None
+        turn for turn in played(f"{ABLATIONS}/saga-no-eviction.toml", loop) if turn.evicted_score is not None
     ]
 
 
@@ -88,7 +88,7 @@ LIARS: dict[str, Liar] = {
 def again(policy: str) -> int:
     """Tokens computed again, over all seeds."""
     loops = (small_workload(seed=seed, programs=60, turns=8) for seed in SEEDS)
-    return sum(turn.regenerated_tokens for loop in loops for turn in turns(policy, loop))
+    return sum(turn.regenerated_tokens for loop in loops for turn in played(policy, loop))
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from sojourn_server.kv_offload.offload_jobs import (
 from sojourn_server.simulator import simulation_run
 from sojourn_server.simulator.latency.latency_models import RooflineLatency
 from sojourn_server.simulator.latency.latency_profiles import (
-    SHIPPED_PROFILES,
     load_hardware_profile,
     load_model_shape,
+    shipped_profile_names,
 )
 from sojourn_server.simulator.simulation_run import RunSpec, SimulatorError, run_simulation, validate_specs
 from sojourn_server.simulator.simulator_policies import find_policy
@@ -86,7 +86,7 @@ def test_what_a_step_saves_is_written_once_it_is_in_host_memory() -> None:
 # -- bandwidths -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (SHIPPED_PROFILES / "hardware").glob("*.toml")))
+@pytest.mark.parametrize("name", shipped_profile_names("hardware"))
 def test_the_disk_of_a_shipped_profile_is_one_drive_for_all_devices(name: str) -> None:
     hardware, model = load_hardware_profile(name), load_model_shape("llama-3.1-8b")
     assert {"disk_read_bytes_per_s", "disk_write_bytes_per_s"} <= set(hardware.estimates)

@@ -1,4 +1,4 @@
-"""benchmarks/simulator_validation.py: its arithmetic, its workload, and a small run of both worlds."""
+"""benchmarks/simulator_validation.py: a small run of both worlds."""
 
 from __future__ import annotations
 
@@ -12,31 +12,8 @@ from typing import Any
 
 import pytest
 from script_modules import benchmark
-from sojourn_server.traces.prompt_builder import plan_turns, recomputed_tokens
-from sojourn_server.traces.trace_schema import TraceProgram, TraceTurn
 
 truth = benchmark("simulator_validation")
-BLOCK = 16
-
-
-def chain() -> TraceProgram:
-    """Appends; then is cut back to 100 tokens; then goes on."""
-    return TraceProgram(
-        program_id="p",
-        turns=(
-            TraceTurn(prompt_tokens=100, output_tokens=10),
-            TraceTurn(prompt_tokens=150, output_tokens=10),
-            TraceTurn(prompt_tokens=120, output_tokens=10, prefix_tokens=50, reset=True),
-            TraceTurn(prompt_tokens=200, output_tokens=10),
-        ),
-    )
-
-
-def test_what_is_computed_again_are_whole_blocks_of_the_kept_prefix() -> None:
-    plans = plan_turns(chain())
-    # Nothing before the first; 109 of 110 tokens have KV; 50 are kept; 129 of 130 have KV.
-    assert [recomputed_tokens(plans, turn, 0, BLOCK) for turn in range(4)] == [0, 96, 48, 128]
-    assert [recomputed_tokens(plans, turn, 64, BLOCK) for turn in range(4)] == [0, 32, 0, 64]
 
 
 @pytest.mark.engine

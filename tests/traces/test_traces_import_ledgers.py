@@ -131,17 +131,9 @@ def test_omissions_are_noted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("documents", "reason"),
     [
-        (
-            [{"decisions": [], "next": 0}],
-            "line 1: Object missing required field `program_id`; expected what GET",
-        ),
-        (
-            [{"programs": [{"program_id": "p", "turns": 3}]}],
-            "missing required field `program_id`; expected what GET",
-        ),
+        ([{"decisions": []}], "line 1: Object missing required field `program_id`; expected what GET"),
         ([answer(*RUN), answer(*RUN)], "line 2: program 'p' occurs twice"),
         ([answer()], "no model call with token counts: 1 programs without any finished turn left out"),
-        ([{"ledger": []}], "missing required field `program_id`"),
         ([answer({"turn": 1})], "missing required field `outcome`"),
         ([answer({**RUN[0], "tokens": {"prompt": "many"}})], r"Expected `int`, got `str`"),
         (

@@ -13,6 +13,7 @@ from sojourn_server.traces.prompt_builder import (
     block_runs,
     common_blocks,
     plan_turns,
+    recomputed_tokens,
     run_ids,
     system_blocks,
 )
@@ -47,6 +48,13 @@ def test_each_relation_holds_exactly() -> None:
     assert common_prefix(prompts[3], prompts[2]) == 256
     assert common_prefix(prompts[4], prompts[3]) == 320
     assert [plan.new_tokens for plan in builder.plans] == [1000, 200, 25, 344, 580]
+
+
+def test_what_is_computed_again_are_whole_blocks_of_the_kept_prefix() -> None:
+    plans = plan_turns(APPENDING)
+    # Nothing before the first; 1,049 of 1,050 tokens have KV; 1,250, 256 and 320 are kept.
+    assert [recomputed_tokens(plans, turn, 0, SIZE) for turn in range(5)] == [0, 1040, 1248, 256, 320]
+    assert [recomputed_tokens(plans, turn, 300, SIZE) for turn in range(5)] == [0, 740, 948, 0, 20]
 
 
 def test_a_conversation_that_returns_continues_its_own_prompt() -> None:

@@ -59,7 +59,6 @@ def test_lines_are_read_when_they_are_needed(tmp_path: Path) -> None:
     ("bad", "reason"),
     [
         ({"turns": [turn()]}, "missing required field `program_id`"),
-        ({"program_id": "p"}, "missing required field `turns`"),
         (program(turns=[{"prompt_tokens": 3}]), r"missing required field `output_tokens` - at `\$.turns"),
         (program(turns=[]), r"length >= 1 - at `\$.turns`"),
         (program(""), r"length >= 1 - at `\$.program_id`"),
@@ -67,7 +66,6 @@ def test_lines_are_read_when_they_are_needed(tmp_path: Path) -> None:
         (program(turns=[turn(prompt_tokens=0)]), r"`int` >= 1 - at `\$.turns\[0\].prompt_tokens`"),
         (program(turns=[turn(output_tokens=-3)]), r"`int` >= 0 - at `\$.turns\[0\].output_tokens`"),
         (program(turns=[turn(tools=[{"name": "x", "s": -2}])]), r"at `\$.turns\[0\].tools\[0\].s`"),
-        (program(turns=[turn(prompt_tokens="many")]), "Expected `int`, got `str`"),
         (program(arrival_s=1e30), r"`float` <= 1000000000.0 - at `\$.arrival_s`"),
         ([1], "Expected `object`, got `array`"),
         (program("good"), "'good' is already on line 1"),
@@ -77,8 +75,6 @@ def test_lines_are_read_when_they_are_needed(tmp_path: Path) -> None:
         (with_blocks({"hash_runs": [[1, 5]]}, {}), "turn 1: hash_runs is missing"),
         (with_blocks({"hash_runs": [[1, 5]], "hash_lcp": 1}), "turn 0: hash_lcp is 1; expected 0 to 0"),
         (with_blocks({"hash_runs": [[1, 4]]}), "make 4 blocks; expected 5 full ones in 83 tokens"),
-        (with_blocks({"hash_runs": [[1, 2, 3]]}), "Expected `array` of length 2"),
-        (with_blocks({"hash_runs": 7}), r"Expected `array \| null`, got `int`"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, bad: Any, reason: str) -> None:
