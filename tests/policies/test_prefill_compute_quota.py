@@ -105,9 +105,7 @@ def test_a_preempted_request_gives_its_share_back() -> None:
     assert step.offer("c", 0, 90) == 90
     step.undo_take("a")
     assert step.prompts_s == 0.0
-
-
-def test_a_preempted_request_that_could_not_be_cut_opens_the_step_again() -> None:
+    # One that could not be cut opens the step again.
     step = opened()
     step.take("a", 0, step.offer("a", 0, 500, chunkable=False))
     assert (step.closed, step.cut, step.offer("b", 0, 90)) == (True, None, 0)

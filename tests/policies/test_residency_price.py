@@ -141,33 +141,60 @@ def test_a_short_tool_keeps_its_place_and_a_long_one_does_not() -> None:
     assert dict(moves["b"].terms) == pytest.approx({"worth": 1.0, "price": 1 / 10})
 
 
-def test_with_host_memory_a_tool_need_not_be_long() -> None:
-    waiting = program("b", WAITING, READY, 10)
-    tool = acting("a", 15, (5.0,), rebuild_s=20.0)
-    assert answer(tool, waiting) == {}, "20 s to compute again, 5 s of space"
-    moves = answer(tool, waiting, host=20, load_s=0.01)
-    assert moves["a"].to is HOST
-    assert moves["b"].to is DEVICE
-    assert answer(tool, waiting, host=20, load_s=1.0) == {}, "15 s to copy"
-    assert answer(tool, waiting, host=20, load_s=0.01, queue_s=15.0) == {}, "15 s until the link is free"
-    assert answer(tool, waiting, host=14, load_s=0.01) == {}, "no room for it"
+WAITS, RUNS = program("b", WAITING, READY, 10), program("r", DEVICE, REASONING, 1)
+TOOL, LONG_TOOL = acting("a", 15, (5.0,), rebuild_s=20.0), acting("a", 15, (30.0,), rebuild_s=10.0)
+CHEAP, UNKNOWN = acting("a", 15, (20.0,)), acting("a", 15, (), NOW - 6.0, rebuild_s=0.0)
+MANY = [program(f"r{n}", DEVICE, REASONING, 1) for n in range(8)]
+BELOW: dict[str, Any] = {"host": 20, "load_s": 0.01}
+DROPPED, COPIED = {"a": WAITING, "b": DEVICE}, {"a": HOST, "b": DEVICE}
+FOUR = [acting(f"a{n}", 10, (5.0,), rebuild_s=20.0) for n in range(4)]
+LARGE = program("b", WAITING, READY, 40)
 
 
-def test_the_least_valuable_makes_way_and_no_more_than_needed() -> None:
-    moves = answer(
-        acting("short", 5, (1.0,)), acting("long", 5, (600.0,)), acting("longer", 5, (900.0,)),
-        program("b", WAITING, READY, 6), device=16,
-    )  # fmt: skip
-    assert set(moves) == {"longer", "b"}
-
-
-def test_each_victim_needs_room_of_its_own_below() -> None:
-    tools = [acting(f"a{number}", 10, (5.0,), rebuild_s=20.0) for number in range(4)]
-    large = program("b", WAITING, READY, 40)
-    assert answer(*tools, large, device=40) == {}
-    assert answer(*tools, large, device=40, host=10, load_s=0.001) == {}, "three would be dropped"
-    moves = answer(*tools, large, device=40, host=40, load_s=0.001)
-    assert {move.to for name, move in moves.items() if name != "b"} == {HOST}
+@pytest.mark.parametrize(
+    ("case", "programs", "view", "moved"),
+    [
+        ("20 s to compute again, 5 s of space", [TOOL, WAITS], {}, {}),
+        ("little to copy", [TOOL, WAITS], BELOW, COPIED),
+        ("15 s to copy", [TOOL, WAITS], {**BELOW, "load_s": 1.0}, {}),
+        ("15 s until the link is free", [TOOL, WAITS], {**BELOW, "queue_s": 15.0}, {}),
+        ("no room for it", [TOOL, WAITS], {**BELOW, "host": 14}, {}),
+        ("an unknown copy costs as much as computing", [TOOL, WAITS], {"host": 20}, {}),
+        ("nothing is dropped at an unknown cost", [acting("a", 15, (600.0,), rebuild_s=0.0), WAITS], {}, {}),
+        ("but an engine that stands still does not wait for it", [UNKNOWN, WAITS], {}, DROPPED),
+        ("this one does not stand still", [UNKNOWN, WAITS, RUNS], {}, {}),
+        ("computing delays nobody else", [LONG_TOOL, WAITS], {}, DROPPED),
+        ("computing delays many", [LONG_TOOL, WAITS, *MANY], {"device": 28}, {}),
+        # With steps that grow with each request, one more program only slows the others.
+        ("the device has time for one more", [RUNS, CHEAP, WAITS], {}, DROPPED),
+        ("it computes prompts all the time", [RUNS, CHEAP, WAITS], {"prefill_share": 1.0}, {}),
+        ("it reads contexts all the time", [RUNS, CHEAP, WAITS], {"kv_read_share": 1.0}, {}),
+        ("it reads contexts for a third of it", [RUNS, CHEAP, WAITS], {"kv_read_share": 0.3}, DROPPED),
+        ("three would be dropped", [*FOUR, LARGE], {"device": 40, "host": 10, "load_s": 0.001}, {}),
+        (
+            "each victim has room of its own below",
+            [*FOUR, LARGE],
+            {"device": 40, "host": 40, "load_s": 0.001},
+            {"b": DEVICE, **dict.fromkeys(("a0", "a1", "a2", "a3"), HOST)},
+        ),
+        (
+            "the least valuable, and no more than needed",
+            [acting("short", 5, (1.0,)), acting("long", 5, (600.0,)), acting("a", 5, (900.0,)), WAITS],
+            {"device": 20},
+            DROPPED,
+        ),
+        (
+            "what will not come back goes first",
+            [acting("likely", 5, (1.0,)), acting("a", 5, (1.0,), return_chance=0.0), WAITS],
+            {"device": 15},
+            DROPPED,
+        ),
+    ],
+)
+def test_a_place_is_taken_by_who_gains_more_by_it(
+    case: str, programs: list[ProgramTierView], view: dict[str, Any], moved: dict[str, Tier]
+) -> None:
+    assert {name: move.to for name, move in answer(*programs, **view).items()} == moved, case
 
 
 def test_of_many_ready_programs_below_the_device_the_first_may_take_anothers_place() -> None:
@@ -179,41 +206,6 @@ def test_of_many_ready_programs_below_the_device_the_first_may_take_anothers_pla
     assert "small" not in answer(leaves, busy, *large[:MAX_EXCHANGES], small, host=9000)
     new = program("new", WAITING, READY, 9, arrived_s=1.0)
     assert "new" in answer(leaves, busy, *large, new, host=9000), "the Waiting queue has a limit of its own"
-
-
-def test_nothing_is_dropped_at_an_unknown_cost() -> None:
-    waiting = program("b", WAITING, READY, 10)
-    assert answer(acting("a", 15, (600.0,), rebuild_s=0.0), waiting) == {}
-    tool = acting("a", 15, (1.0,), rebuild_s=20.0)
-    assert answer(tool, waiting, host=20, load_s=None) == {}, "an unknown copy costs as much as computing"
-
-
-def test_an_engine_that_stands_still_does_not_wait_for_a_cost_to_be_known() -> None:
-    waiting = program("b", WAITING, READY, 10)
-    unknown = acting("a", 15, (), NOW - 6.0, rebuild_s=0.0)
-    assert answer(unknown, waiting)["b"].to is DEVICE
-    assert answer(unknown, waiting, program("r", DEVICE, REASONING, 1)) == {}, "it does not stand still"
-
-
-def test_where_computing_delays_many_a_place_is_worth_more() -> None:
-    waiting, tool = program("b", WAITING, READY, 10), acting("a", 15, (30.0,), rebuild_s=10.0)
-    assert "b" in answer(tool, waiting)
-    busy = [program(f"r{i}", DEVICE, REASONING, 1) for i in range(8)]
-    assert answer(tool, waiting, *busy, device=28) == {}
-
-
-def test_a_device_without_time_for_one_more_gains_nothing_by_it() -> None:
-    running = program("r", DEVICE, REASONING, 1)
-    tool, waiting = acting("a", 15, (20.0,)), program("b", WAITING, READY, 10)
-    # With steps that grow with each request, one more program only slows the others.
-    for prefill_share, kv_read_share, moved in (
-        (0.0, 0.0, True),
-        (1.0, 0.0, False),
-        (0.0, 1.0, False),
-        (0.0, 0.3, True),
-    ):
-        shares = {"prefill_share": prefill_share, "kv_read_share": kv_read_share}
-        assert bool(answer(running, tool, waiting, **shares)) is moved
 
 
 def test_where_computing_again_is_cheap_no_program_waits_for_contexts_or_for_growth() -> None:
@@ -294,35 +286,30 @@ def test_a_context_in_host_memory_enters_before_one_that_was_dropped() -> None:
 # -- room in all tiers ---------------------------------------------------------------------------
 
 
+CALM: dict[str, Any] = {"load_s": 0.01, "shortage_s": float("-inf")}
+
+
+def least_host(*programs: ProgramTierView) -> int:
+    """The least host memory, of as many blocks as the device or more, with which the new program begins."""
+    return next(host for host in range(20, 400) if "b" in answer(*programs, host=host, **CALM))
+
+
 def test_a_new_program_begins_only_where_no_context_must_be_dropped_later() -> None:
-    new = program("b", WAITING, READY, 10)
-    here = program("r", DEVICE, REASONING, 10)
+    new, here = program("b", WAITING, READY, 10), program("r", DEVICE, REASONING, 10)
     tool: dict[str, Any] = {"gap_durations_s": (5.0,), "gap_since_s": NOW, "rebuild_s": 100.0}
     below = [program(f"h{n}", HOST, ACTING, 10, **tool) for n in range(2)]
-    assert "b" in answer(here, *below, new, host=20, load_s=0.01, shortage_s=float("-inf")), "10 are free"
+    assert least_host(here, *below, new) == 20, "10 are free"
     # 0.7 of what all contexts are expected to grow must be free too, also before KV was ever lost.
     grows = program("r", DEVICE, REASONING, 10, peak=20)
     new = program("b", WAITING, READY, 10, peak=20)  # 7 blocks for its growth, 7 for that of the other
-    for host, begins in ((33, False), (34, True)):
-        moves = answer(grows, *below, new, host=host, load_s=0.01, shortage_s=float("-inf"))
-        assert ("b" in moves) is begins
+    assert least_host(grows, *below, new) == 34
+    # A prior alone keeps nothing out: before enough turns were observed, nothing is reserved without a loss.
+    assert "b" in answer(grows, *below, new, host=20, growth_observed=False, **CALM)
     # A program that runs tools for nine tenths of its time counts with a tenth of its growth.
     idle = Idleness(reasoning_s=1.0, acting_s=9.0)
-    grows = program("r", DEVICE, REASONING, 10, peak=20, idleness=idle)
-    for host, begins in ((27, False), (28, True)):
-        moves = answer(grows, *below, new, host=host, load_s=0.01, shortage_s=float("-inf"))
-        assert ("b" in moves) is begins
-    # A prior alone keeps nothing out: before enough turns were observed, nothing is reserved without a loss.
-    grows = program("r", DEVICE, REASONING, 10, peak=20)
-    never: dict[str, Any] = {"host": 20, "load_s": 0.01, "shortage_s": float("-inf")}
-    for observed in (True, False):
-        moves = answer(grows, *below, new, growth_observed=observed, **never)
-        assert bool(moves) is not observed
+    assert least_host(program("r", DEVICE, REASONING, 10, peak=20, idleness=idle), *below, new) == 28
     # So must what the new program is expected to grow, 0.7 of 20 blocks.
-    grows_too = program("b", WAITING, READY, 10, peak=30)
-    for host, begins in ((33, False), (34, True)):
-        moves = answer(here, *below, grows_too, host=host, load_s=0.01, shortage_s=float("-inf"))
-        assert ("b" in moves) is begins
+    assert least_host(here, *below, program("b", WAITING, READY, 10, peak=30)) == 34
     # Without a tier below, the room on the device decides.
     assert "b" in answer(here, program("b", WAITING, READY, 10))
 
@@ -331,11 +318,8 @@ def test_the_growth_of_others_counts_while_the_new_program_is_there() -> None:
     """A short program is over before a long one has grown much. A long one sees all of this growth."""
     long = program("r", DEVICE, REASONING, 10, peak=200)
     # Beside them 10 + host blocks are free. 10, 0.7 of its growth, and 0.7 of the other's growth must fit.
-    for peak, needed in ((10, 1), (40, 21 + 21), (200, 133 + 133), (300, 203 + 133)):
-        new = program("b", WAITING, READY, 10, peak=peak)
-        for host in (needed - 1, needed):
-            moves = answer(long, new, host=host, load_s=0.01, shortage_s=float("-inf"))
-            assert ("b" in moves) is (host == needed or peak == 10), (peak, host)
+    for peak, host in ((10, 20), (40, 21 + 21), (200, 133 + 133), (300, 203 + 133)):
+        assert least_host(long, program("b", WAITING, READY, 10, peak=peak)) == host
 
 
 def test_little_memory_below_reserves_little_in_all_tiers() -> None:
@@ -344,7 +328,7 @@ def test_little_memory_below_reserves_little_in_all_tiers() -> None:
     # 1 + host blocks stay free beside both. 0.7 · 50 are needed, and host/20 of that while less is below than
     # the device's 20 blocks.
     for host, begins in ((0, True), (1, True), (2, False), (33, False), (34, True)):
-        moves = answer(here, new, host=host, load_s=0.01, shortage_s=float("-inf"))
+        moves = answer(here, new, host=host, **CALM)
         assert ("b" in moves) is begins, host
     # After a loss of KV, at least the share that is then reserved on the device: 0.7 of 24 blocks, of 16.
     here, new = (program("r", DEVICE, REASONING, 10, peak=22), program("b", WAITING, READY, 9, peak=21))
@@ -371,46 +355,55 @@ def started(name: str = "r", *, tier: Tier = DEVICE, blocks: int = 12, **more: A
     return program(name, tier, more.pop("activity", REASONING), blocks, **more)
 
 
-def enters(*others: ProgramTierView, host: int = 100, **more: Any) -> bool:
-    """Whether a new program of 6 blocks enters a device of 20; all tiers have room for it."""
-    new = program("b", WAITING, READY, 6, **{"service_s": SERVICE_S, **more})
-    return "b" in answer(*others, new, host=host, load_s=0.01, shortage_s=float("-inf"))
+HALF, IDLE = Idleness(reasoning_s=1.0, acting_s=1.0), Idleness(reasoning_s=0.0, acting_s=1.0)
+LONG = started(blocks=8, service_s=(1.0, 1.0, 1.0, 1000.0), attained_s=2.0)
+GAP: dict[str, Any] = {"gap_durations_s": (5.0,), "gap_since_s": NOW}
+IN_HOST = [started(f"h{n}", tier=HOST, activity=READY, idleness=HALF, returning=True) for n in range(2)]
+NEARLY_DONE = started(
+    "h", tier=HOST, activity=ACTING, blocks=1, peak=1, idleness=IDLE, attained_s=99.99, **GAP
+)
+TOOLS = [acting(f"a{n}", 6, (5.0,), service_s=SERVICE_S, attained_s=99.0, peak=20) for n in range(2)]
 
 
-def test_a_new_program_waits_while_the_others_use_the_whole_device() -> None:
-    # Of 20 blocks, the first uses 16 on average until it ends, and the second would use 6.
-    assert not enters(started())
-    assert enters(started(peak=14)), "13 and 6 fit"
-    assert not enters(started(), host=0), "also without a tier below"
-    assert enters(started(peak=14), host=0)
-    assert enters(started(), since_s=NOW - 3601.0)
-    assert not enters(started(), returning=True, attained_s=50.0), "it would take turns too"
-    assert enters(started(attained_s=50.0), returning=True, attained_s=99.0)
-
-
-def test_an_urgent_program_does_not_wait_for_others_that_use_the_whole_device() -> None:
-    assert not enters(started(attained_s=50.0), due_s=NOW + URGENT_S + 1.0)
-    assert enters(started(attained_s=50.0), due_s=NOW + URGENT_S - 1.0)
-
-
-def test_only_programs_that_are_worth_about_as_much_or_more_keep_a_new_one_out() -> None:
-    assert not enters(started(attained_s=0.0)), "as much is left of both: first come, first served"
-    long = started(blocks=8, service_s=(1.0, 1.0, 1.0, 1000.0), attained_s=2.0)
-    assert enters(long), "it may take long"
-    assert enters(started("s", blocks=4, peak=4), long), "4 and 6 fit beside it"
-    assert not enters(started("s"), long), "16 and 6 do not"
-
-
-def test_new_programs_enter_while_sizes_are_unknown() -> None:
-    assert enters(started(service_s=()), service_s=())
-    assert not enters(started(service_s=())), "the size of its own type is known"
+@pytest.mark.parametrize(
+    ("case", "others", "new", "enters"),
+    [
+        # Of 20 blocks, the first uses 16 on average until it ends, and the second would use 6.
+        ("the others use the whole device", [started()], {}, False),
+        ("13 and 6 fit", [started(peak=14)], {}, True),
+        ("16 and 6, and no tier below", [started()], {"host": 0}, False),
+        ("an hour later", [started()], {"since_s": NOW - 3601.0}, True),
+        ("one that ran before takes turns too", [started()], {"returning": True, "attained_s": 50.0}, False),
+        ("it ends first", [started(attained_s=50.0)], {"returning": True, "attained_s": 99.0}, True),
+        ("not urgent yet", [started(attained_s=50.0)], {"due_s": NOW + URGENT_S + 1.0}, False),
+        ("urgent", [started(attained_s=50.0)], {"due_s": NOW + URGENT_S - 1.0}, True),
+        ("as much is left of both: first come, first served", [started(attained_s=0.0)], {}, False),
+        ("the other may take long", [LONG], {}, True),
+        ("beside that, 4 and 6 fit", [LONG, started("s", blocks=4, peak=4)], {}, True),
+        ("beside that, 16 and 6 do not", [LONG, started("s")], {}, False),
+        ("sizes are unknown", [started(service_s=())], {"service_s": ()}, True),
+        ("the size of its own type is known", [started(service_s=())], {}, False),
+        ("of the device the other uses half of 16, and the new one of 6", [started(idleness=HALF)], {}, True),
+        ("those in host memory return", [started(idleness=HALF), *IN_HOST], {}, False),
+        ("one that uses no blocks is nearly done", [started(peak=14), NEARLY_DONE], {}, True),
+        ("the others run tools", TOOLS, {}, True),
+    ],
+)
+def test_a_new_program_waits_for_others_that_use_the_whole_device_and_are_worth_as_much(
+    case: str, others: list[ProgramTierView], new: dict[str, Any], enters: bool
+) -> None:
+    """A new program of 6 blocks, a device of 20, and room for it in all tiers."""
+    own = {"service_s": SERVICE_S, **new}
+    host = own.pop("host", 100)
+    moves = answer(*others, program("b", WAITING, READY, 6, **own), host=host, **CALM)
+    assert ("b" in moves) is enters, case
 
 
 def test_new_programs_that_enter_together_count_for_each_other() -> None:
     """Programs that are worth less than new ones do not let in any number of them at once."""
     long = started(blocks=4, peak=4, service_s=(1.0, 1.0, 1.0, 1000.0), attained_s=2.0)
     new = [program(f"b{n}", WAITING, READY, 3, service_s=SERVICE_S, peak=17) for n in range(4)]
-    moves = answer(long, *new, device=20, host=100, load_s=0.01, shortage_s=float("-inf"))
+    moves = answer(long, *new, device=20, host=100, **CALM)
     assert [name for name, move in moves.items() if move.to is DEVICE] == ["b0", "b1"], "10 blocks each"
 
 
@@ -424,28 +417,14 @@ def test_in_a_burst_of_new_programs_a_move_values_its_program_alone() -> None:
     worth_little = {"peak": 20, "service_s": (1.0, 1.0, 1.0, 1000.0), "attained_s": 2.0}
     here = [program(f"r{n}", DEVICE, REASONING, 4, **worth_little) for n in range(100)]
     new = [program(f"b{n}", WAITING, READY, 3, service_s=SERVICE_S, peak=17) for n in range(48)]
-    view = view_of(*here, *new, device=1000, host=1000, load_s=0.01, shortage_s=float("-inf"))
+    view = view_of(*here, *new, device=1000, host=1000, **CALM)
     assert len(Counted().moves(view, NOW)) == 48
     assert len(valued) < 400, "a hundred here and a few for each that enters"
 
 
-def test_what_counts_is_how_much_of_the_device_the_others_use() -> None:
-    half = Idleness(reasoning_s=1.0, acting_s=1.0)
-    assert enters(started(idleness=half)), "8 and 3 fit"
-    below = [started(f"h{n}", tier=HOST, activity=READY, idleness=half, returning=True) for n in range(2)]
-    assert not enters(started(idleness=half), *below), "those in host memory return"
-    # A program without blocks in use keeps no other out, even if it is nearly done.
-    idle = Idleness(reasoning_s=0.0, acting_s=1.0)
-    done = started("h", tier=HOST, activity=ACTING, blocks=1, peak=1, idleness=idle, attained_s=99.99,
-                   gap_durations_s=(5.0,), gap_since_s=NOW)  # fmt: skip
-    assert enters(started(peak=14), done)
-
-
-def test_a_new_program_enters_while_the_others_run_tools() -> None:
-    tools = [acting(f"a{n}", 6, (5.0,), service_s=SERVICE_S, attained_s=99.0, peak=20) for n in range(2)]
-    assert enters(*tools)
+def test_one_new_program_enters_while_the_others_run_tools() -> None:
     new = [program(f"b{n}", WAITING, READY, 3, service_s=SERVICE_S) for n in range(4)]
-    moves = answer(*tools, *new, host=100, load_s=0.01, shortage_s=float("-inf"))
+    moves = answer(*TOOLS, *new, host=100, **CALM)
     assert [name for name, move in moves.items() if move.to is DEVICE] == ["b0"], (
         "the next would take turns from it"
     )
@@ -530,13 +509,6 @@ def test_where_the_work_left_is_stated_the_least_enters_first() -> None:
         for name, blocks, left_s in (("long", 5, 100.0), ("short", 5, 10.0), ("large", 10, 30.0))
     ]
     assert list(answer(*line, device=20)) == ["short", "large", "long"]
-
-
-def test_what_will_not_come_back_goes_first() -> None:
-    waiting = program("b", WAITING, READY, 5)
-    here = [acting("likely", 5, (1.0,)), acting("over", 5, (1.0,), return_chance=0.0)]
-    moves = answer(*here, program("r", DEVICE, REASONING, 10), waiting)
-    assert moves.keys() == {"over", "b"}
 
 
 def test_an_overdue_program_does_not_keep_others_out_while_it_waits_for_a_long_turn() -> None:

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.retention_policies import MAX_TTL_S, ContinuumRetention, best_ttl_s
-from sojourn_server.programs.windowed_history import ToolHistory
 
 NOT_WORTH_IT = DecisionReason.NOT_WORTH_IT
 SHORT, LONG = tool_history(bash=[3.0] * 101), tool_history(bash=[30.0] * 101)
+BEYOND = tool_history(bash=[1.0, MAX_TTL_S, *[400.0] * 99])
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,8 @@ SHORT, LONG = tool_history(bash=[3.0] * 101), tool_history(bash=[30.0] * 101)
         ({"tool": None, "hinted_ttl_s": 40.0}, 40.0, DecisionReason.HINTED),
         ({"hinted_ttl_s": 0.0, "history": SHORT}, 0.0, DecisionReason.HINTED),
         ({"hinted_ttl_s": 9000.0}, 300.0, DecisionReason.HINTED),
+        ({"mean_evicted_wait_s": 1e300}, 300.0, DecisionReason.COLD_START),
+        ({"history": BEYOND, "mean_evicted_wait_s": 1e9}, 300.0, DecisionReason.THIS_TOOL),
     ],
 )
 def test_continuum(changes: dict[str, Any], ttl_s: float, reason: DecisionReason) -> None:
@@ -51,18 +53,6 @@ SAMPLES = st.lists(EIGHTHS, min_size=16, max_size=16)
 WHOLE = st.integers(0, 40).map(float)
 
 
-def choose(
-    rule: ContinuumRetention,
-    history: ToolHistory,
-    *,
-    reload_s: float = 0.0,
-    wait_s: float = 0.0,
-    eta: float = 1.0,
-) -> RetentionDecision:
-    turn = finished_turn(history=history, reload_s=reload_s, mean_evicted_wait_s=wait_s, memoryfulness=eta)
-    return rule.keep(turn, 0.0)
-
-
 def brute_force(durations: list[float], benefit_s: float, max_ttl_s: float) -> float:
     def value(tau: float) -> float:
         return sum(d <= tau for d in durations) / len(durations) * benefit_s - tau
@@ -73,8 +63,10 @@ def brute_force(durations: list[float], benefit_s: float, max_ttl_s: float) -> f
 
 @given(SAMPLES, WHOLE, WHOLE, st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0]))
 def test_the_ttl_is_the_argmax(durations: list[float], reload_s: float, wait_s: float, eta: float) -> None:
-    rule = ContinuumRetention(min_samples=0)
-    choice = choose(rule, tool_history(bash=durations), reload_s=reload_s, wait_s=wait_s, eta=eta)
+    turn = finished_turn(
+        history=tool_history(bash=durations), reload_s=reload_s, mean_evicted_wait_s=wait_s, memoryfulness=eta
+    )
+    choice = ContinuumRetention(min_samples=0).keep(turn, 0.0)
     expected = brute_force(durations, wait_s * eta + reload_s, MAX_TTL_S)
     assert choice == (expected, DecisionReason.THIS_TOOL if expected else NOT_WORTH_IT)
 
@@ -83,7 +75,8 @@ def test_the_ttl_is_the_argmax(durations: list[float], reload_s: float, wait_s: 
 def test_cold_start_is_the_optimum_for_unit_exponential_tools(
     wait_s: float, reload_s: float, eta: float
 ) -> None:
-    choice = choose(ContinuumRetention(), ToolHistory(), wait_s=wait_s, reload_s=reload_s, eta=eta)
+    turn = finished_turn(reload_s=reload_s, mean_evicted_wait_s=wait_s, memoryfulness=eta)
+    choice = ContinuumRetention().keep(turn, 0.0)
     benefit_s = wait_s + reload_s
 
     def value(tau: float) -> float:
@@ -92,12 +85,6 @@ def test_cold_start_is_the_optimum_for_unit_exponential_tools(
     assert choice.reason is (DecisionReason.COLD_START if choice.ttl_s > 0.0 else NOT_WORTH_IT)
     for step in range(200):
         assert value(choice.ttl_s) >= value(step * 0.05) - 1e-9
-
-
-def test_nothing_is_ever_kept_longer_than_the_bound() -> None:
-    rule = ContinuumRetention(min_samples=0)
-    assert choose(rule, ToolHistory(), wait_s=1e300).ttl_s == MAX_TTL_S
-    assert choose(rule, tool_history(bash=[1.0, MAX_TTL_S, 400.0, 400.0]), wait_s=1e9).ttl_s == MAX_TTL_S
 
 
 def test_of_a_long_history_a_bounded_number_is_tried_and_the_answer_stays_close() -> None:

@@ -111,10 +111,9 @@ def test_affinity_is_equation_7(home: ReplicaView | None, cached: bool, route: R
 
 
 def test_a_closed_replica_keeps_its_own_programs() -> None:
-    home = replica("a", 0.2, takes_new=False)
-    assert SessionAffinityRouting().route(request(home=home, cached=True), [home], 0.0).replica_id == "a"
-    full = home._replace(load=2.0)
-    assert SessionAffinityRouting().route(request(home=full, cached=True), [full], 0.0).replica_id == "a"
+    for load in (0.2, 2.0):
+        home = replica("a", load, takes_new=False)
+        assert SessionAffinityRouting().route(request(home=home, cached=True), [home], 0.0).replica_id == "a"
 
 
 def test_a_child_begins_near_its_parent_unless_that_is_full() -> None:

@@ -49,16 +49,6 @@ def test_statuses_change_as_drawn() -> None:
             assert program.status is (expected or status)
 
 
-def test_a_program_keeps_its_first_rank_and_arrival() -> None:
-    table = ProgramTable()
-    first, second = opened(table, "a", 1.0), opened(table, "b", 2.0)
-    again = opened(table, "a", 50.0)
-    assert again is first
-    assert (first.rank, first.arrived_s, first.last_contact_s) == (1, 1.0, 50.0)
-    assert second.rank == 2
-    assert table.next_rank() == 3
-
-
 def test_the_over_are_forgotten_first_then_the_never_seen_then_the_quietest() -> None:
     table = ProgramTable(4)
     for now, name in enumerate(["quiet", "lively", "ended"]):
@@ -98,26 +88,29 @@ def test_counts_and_bounds_hold_whatever_happens(
     ops: list[tuple[str, ProgramSignal | str]], limit: int
 ) -> None:
     table = ProgramTable(limit, idle_s=7.5, promised_s=2.5)
-    ranks: dict[str, int] = {}
+    first: dict[str, tuple[int, float]] = {}
+    newest_rank = 0
     for step, (name, op) in enumerate(ops):
         program, forgotten = table.open(ProgramId(name), float(step))
         for lost in forgotten:
             assert lost.id not in table
-            del ranks[lost.id]
-        assert ranks.setdefault(name, program.rank) == program.rank
+            del first[lost.id]
+        if name not in first:
+            assert newest_rank < program.rank
+            newest_rank = table.next_rank()
+        assert first.setdefault(name, (program.rank, float(step))) == (program.rank, program.arrived_s)
+        assert program.last_contact_s == step
         if op == "promise":
             program.heartbeats = True
         elif isinstance(op, ProgramSignal):
             table.signal(program, op)
-        assert len(table) == len(ranks) <= limit
+        assert len(table) == len(first) <= limit
         for status in ProgramStatus:
             assert table.counts[status] == sum(p.status is status for p in table)
         now = step + 1.0
         acting = [p for p in table if p.status is ProgramStatus.ACTING]
         silent = [p for p in acting if now - p.last_contact_s > (2.5 if p.heartbeats else 7.5)]
         assert sorted(p.id for p in table.silent(now)) == sorted(p.id for p in silent)
-    if ranks:
-        assert len(set(ranks.values())) == len(ranks)
 
 
 @given(st.lists(st.integers(0, 3 * SEQ_WINDOW) | st.sampled_from([10**12, 2**70]), max_size=80))
