@@ -35,11 +35,9 @@ def browser() -> Iterator[Any]:
 class Scene:
     """A made-up engine: its rows change between two frames, and it explains turns of a virtual one."""
 
-    def __init__(self, rows: list[ProgramRow], *, leases: bool = True) -> None:
+    def __init__(self, rows: list[ProgramRow]) -> None:
         self.rows = rows
-        self.leases = leases
         self.turns = 10
-        self.totals = True
         self.virtual = VirtualEngine(curve=PrefillCurve(0.0, 0.0, 0.01))
         lease = self.virtual.turn("agent-1", prompt(40))
         assert lease is not None
@@ -52,16 +50,11 @@ class Scene:
 
     def snapshot(self, asked: dict[str, Any]) -> Any:
         self.turns += 1
-        if not self.totals:
-            hidden = EngineRow(engine="0", now_s=100.0, policy="sojourn")
-            rows, number = self.rows, len(self.rows)
-            return msgspec.to_builtins({"engine": hidden, "programs": rows, "total": number, "full": True})
         engine = EngineRow(
             engine="0", now_s=100.0 + self.turns, policy="sojourn", block_tokens=16, block_bytes=1 << 20,
-            blocks={"running": 30, "leased": 40 * self.leases, "cached": 20, "free": 10},
+            blocks={"running": 30, "leased": 40, "cached": 20, "free": 10},
             tiers={"host": {"used": 64, "free": 192}}, requests=3, running_requests=2,
-            leases=int(self.leases), grants_leases=self.leases,
-            turns=self.turns, prompt_tokens=1000 * self.turns, device_tokens=800 * self.turns,
+            leases=1, turns=self.turns, prompt_tokens=1000 * self.turns, device_tokens=800 * self.turns,
             new_tokens=100 * self.turns, lost_tokens={"evicted": 100 * self.turns},
         )  # fmt: skip
         full = asked.get("changed_within_s") is None

@@ -24,27 +24,6 @@ def tested_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def proxied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The addresses that an HTTP proxy was asked for; the environment names the proxy."""
-    asked: list[str] = []
-
-    class Proxy(JsonHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_error(403)
-
-        do_POST = do_CONNECT = do_GET
-
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    with HandlerServer(Proxy) as server:
-        for name in ("http_proxy", "https_proxy", "all_proxy"):
-            for each in (name, name.upper()):
-                monkeypatch.setenv(each, server.url)
-        yield asked
-
-
-@pytest.fixture
 def live_server() -> Iterator[str]:
     """The address of a server with one program, ``fixer``, for ``sojourn top`` and ``sojourn explain``."""
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,12 @@ import pytest
 from cli_process import invoke
 from command_server import CommandServer
 from live_frames import frame, row
+from sojourn.testing import FakeServer
+from sojourn.testing.fake_server import refusing_url
 from sojourn.wire_codec import WIRE_VERSION
 from sojourn_server.cli import COMMANDS, doctor, main
+from sojourn_server.cli.cli_error import CliError
+from sojourn_server.cli.live_client import LiveClient, connection_advice
 from sojourn_server.metrics.live_frame import PROBE_ID
 from sojourn_server.vllm import compat
 
@@ -243,10 +248,17 @@ def test_the_report_is_on_stdout_and_makes_way_for_its_json(monkeypatch, tmp_pat
     assert (result.exit_code, json.loads(result.stdout)["ok"]) == (0, True)
 
 
-def test_the_key_does_not_go_to_a_proxy(monkeypatch, proxied):
-    result = report(monkeypatch, [], "--url", "http://127.0.0.1:9", "--api-key", "key")
+def test_the_key_does_not_go_to_a_proxy(monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        result = report(monkeypatch, [], "--url", "http://127.0.0.1:9", "--api-key", "key")
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):  # no connection was made
+            proxy.accept()
     assert "✗ server" in result.stdout
-    assert proxied == []
 
 
 @pytest.mark.parametrize(
@@ -307,3 +319,52 @@ def test_the_report_is_printed_in_a_locale_without_utf_8(monkeypatch):
     checks = [doctor.Check("a", True, "≥ 3"), doctor.Check("b", None, "–")]
     monkeypatch.setattr(doctor, "environment_checks", lambda *_, **__: iter(checks))
     assert "ok a: ? 3\n- b: ?\n" in run_in_latin(monkeypatch, "doctor")
+
+
+# -- a server that does not answer ----------------------------------------------------------
+
+
+def asked(url: str) -> tuple[str, str]:
+    """What the doctor says of a server that does not answer, and the next step."""
+    [check] = doctor._url_checks(url, None, "--api-key")
+    assert check.ok is False
+    return check.detail, check.next_step
+
+
+def test_an_address_at_which_no_server_can_answer_is_named_by_its_fault(monkeypatch):
+    def unknown(*args, **more):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    said, next_step = asked(refusing_url())
+    assert "no server listens there" in said
+    assert next_step == (
+        'start one: sojourn serve tiny; if it is starting, wait for its line "sojourn: ready at"'
+    )
+    no_url = ("8000 is no URL of a server", "give http://HOST:PORT, e.g. http://127.0.0.1:8000")
+    assert asked("8000") == no_url
+    with FakeServer() as plain:
+        secure = plain.url.replace("http:", "https:")
+        said, next_step = asked(secure)
+        with pytest.raises(CliError, match="does not answer in TLS") as found:
+            LiveClient(secure).frame()
+    assert "it does not answer in TLS" in said
+    assert next_step == f"use {plain.url}"
+    assert found.value.next_step == f"use {plain.url}; or name another server with --url"
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    said, next_step = asked("http://nosuchhost:8000")
+    assert "the name nosuchhost is unknown" in said
+    assert next_step == "check the name of the host in the URL"
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (httpx.RemoteProtocolError("illegal status line"), "https://server"),
+        (httpx.ReadTimeout("timed out"), "see its log"),
+        (httpx.ConnectTimeout("timed out"), "check the host and the port"),
+    ],
+)
+def test_a_server_that_speaks_another_protocol_or_is_slow_is_not_started_again(error, advice):
+    _, next_step = connection_advice(error, "http://server")
+    assert advice in next_step
+    assert "start one" not in next_step
