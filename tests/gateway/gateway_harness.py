@@ -79,10 +79,10 @@ class World:
         """Return the page of metrics."""
         return await (await self.send("/metrics", method="GET")).text()
 
-    async def drain(self, replica: str, word: str = "drain", key: str = "root") -> Any:
+    async def drain(self, replica: str, word: str = "drain") -> Any:
         """Let a replica's programs move at their next turns, or with ``stay`` no longer."""
         path = f"/sojourn/v1/replicas/{replica.replace('/', '%2F')}/{word}"
-        answer = await self.send(path, key)
+        answer = await self.send(path, "root")
         assert answer.status == 200, await answer.text()
         return await answer.json()
 

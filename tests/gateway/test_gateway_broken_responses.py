@@ -47,14 +47,10 @@ async def test_a_last_turn_that_was_cut_ends_no_program() -> None:
         told = await lines(await it.chat(stream=True, **last))
         assert "replica_lost" in told[-2]
         await until(lambda: not it.core.requests)
-        assert [one.program_id for one in it.core.program_statuses()] == ["p"]
+        assert [*it.core.programs] == [("default", "p")]
         fake.cut_after = None
         await lines(await it.chat(stream=True, **last))
-
-        async def is_over() -> bool:
-            return not it.core.program_statuses()
-
-        await until(is_over)
+        await until(lambda: not it.core.programs)
 
 
 async def test_an_engine_that_is_lost_before_its_first_event_is_passed_on_is_not_waited_for(
@@ -139,11 +135,7 @@ async def test_each_request_has_one_answer_or_one_error_and_leaves_nothing(seed:
         for outcome in await asyncio.gather(*left, return_exceptions=True):
             assert outcome is None or isinstance(outcome, (asyncio.CancelledError, aiohttp.ClientError))
 
-        async def is_quiet() -> bool:
-            states = it.gateway.routing_backend.replicas()
-            return len(states) == 3 and all(one.in_flight == one.queued == 0 for one in states)
-
-        await until(is_quiet)
+        await until(lambda: [len(one.in_flight) for one in it.core.fleet.values()] == [0] * 3)
         await until(lambda: it.gateway.generation.open_requests == 0)
         assert it.gateway.generation.bodies.held_bytes == len(it.core.waiting) == 0
         for program in ("p0", "p1", "p2", "p3"):

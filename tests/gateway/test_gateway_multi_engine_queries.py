@@ -30,35 +30,27 @@ class Odd(FakeEngine):
     """Told to, it answers in its own way when asked what it speaks, or not at all."""
 
     says: bytes | None = None
-    status = 200
     mute = False
-    lists_models = True
-    """Whether it answers when asked for its models; if not, with an error."""
-
-    async def _models(self, request: Request) -> Response:
-        if self.mute:
-            await asyncio.sleep(3600)
-        return await super()._models(request) if self.lists_models else Response(status_code=500)
 
     async def _capabilities(self, request: Request) -> Response:
         if self.mute:
             await asyncio.sleep(3600)
         if self.says is not None:
-            return Response(self.says, self.status, media_type="application/json")
+            return Response(self.says, media_type="application/json")
         return await super()._capabilities(request)
 
 
 @asynccontextmanager
-async def beside_odd(others: int) -> AsyncIterator[tuple[Odd, Any]]:
-    """A gateway in front of an odd engine and so many others."""
-    async with engines(others) as fakes, running(Odd()) as [odd], world([odd, *fakes]) as it:
+async def beside_odd() -> AsyncIterator[tuple[Odd, Any]]:
+    """A gateway in front of an odd engine and another."""
+    async with engines(1) as fakes, running(Odd()) as [odd], world([odd, *fakes]) as it:
         yield odd, it
 
 
 async def test_an_engine_that_does_not_answer_holds_up_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multi_engine_queries, "STRAGGLER_WAIT_S", 0.05)
     monkeypatch.setattr(multi_engine_queries, "QUERY_TIMEOUT_S", 3600.0)
-    async with beside_odd(1) as (odd, it):
+    async with beside_odd() as (odd, it):
         odd.mute = True
         told = await it.get(PATH)
         assert (told["name"], told["engines"], told["gateway"]) == ("sojourn", 1, True)
@@ -71,7 +63,7 @@ async def test_an_engine_that_does_not_answer_holds_up_no_client(monkeypatch: py
     [b'"\xff"', b'{"a":' * 5000, b"[]", b'{"name": "other", "engines": 4}'],
 )
 async def test_an_engine_that_answers_nonsense_is_left_out(says: bytes) -> None:
-    async with beside_odd(1) as (odd, it):
+    async with beside_odd() as (odd, it):
         odd.says = says
         told = await it.get(PATH)
         assert (told["name"], told["engines"], told["silent"]) == ("sojourn", 1, [odd.url])

@@ -11,8 +11,6 @@ from fake_pair_engine import pairs
 from gateway_harness import hint, lines, until
 from sojourn_server.routing.routing_limits import RoutingLimits
 
-ADMIN = "admin"
-
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_goes_to_one_engine_and_its_answer_comes_from_another(stream: bool) -> None:
@@ -80,17 +78,14 @@ async def test_an_engine_that_dies_costs_a_repetition_and_no_request(lost: str, 
     async with pairs(2, 2) as (it, prefill, decode):
         victim = (prefill if lost == "prefill" else decode)[0]
         stream = how == "error event"
+        victim.refuses = 500 if how == "500" else None
+        victim.says_nothing = how == "no KV"
+        # An idle connection that breaks is taken for one that the engine had closed before.
+        victim.break_before_first_byte = 4 if how == "no answer" else 0
         if how == "gone":
             await victim.kill()
-        elif how == "500":
-            victim.refuses = 500
-        elif how == "no KV":
-            victim.says_nothing = True
         elif stream:
             victim.first_event = 'data: {"error": {"message": "KV load failed", "code": 500}}\n\n'
-        else:
-            # An idle connection that breaks is taken for one that the engine had closed before.
-            victim.break_before_first_byte = 4
         answers = await asyncio.gather(*(it.chat(f"p{number}", stream=stream) for number in range(4)))
         assert [answer.status for answer in answers] == [200] * 4
         if stream:
@@ -142,16 +137,13 @@ async def test_a_client_that_leaves_in_a_leg_ends_it(leg: str) -> None:
                                            ("prefill", "drained"), ("decode", "suspect")])  # fmt: skip
 async def test_the_health_route_reports_a_missing_role(role: str, how: str) -> None:
     limits = RoutingLimits(lease_s=0.3)
-    async with pairs(1, 1, admin_key=ADMIN, limits=limits) as (it, [prefill], [decode]):
+    async with pairs(1, 1, admin_key="root", limits=limits) as (it, [prefill], [decode]):
         engine = prefill if role == "prefill" else decode
+        engine.tells_paths, engine.silent = how != "refused", how == "suspect"
         if how == "gone":
             await engine.kill()
-        elif how == "refused":
-            engine.tells_paths = False
-        elif how == "suspect":
-            engine.silent = True
-        else:
-            await it.drain(engine.name, key=ADMIN)
+        elif how == "drained":
+            await it.drain(engine.name)
         counts = {"prefill": 1, "decode": 1, role: 0}
 
         async def told() -> bool:
@@ -249,16 +241,16 @@ async def test_a_programs_events_and_turns_go_to_the_engine_that_has_its_context
 
 
 async def test_events_and_kv_follow_a_program_to_another_prefill_engine() -> None:
-    async with pairs(2, 1, admin_key=ADMIN) as (it, prefill, _):
+    async with pairs(2, 1, admin_key="root") as (it, prefill, _):
         await it.chat("p")
         await until(lambda: not it.core.requests)
         home, other = sorted(prefill, key=lambda engine: not engine.requests)
         await it.events({"type": "program_start", "seq": 0, "program_id": "p"}, tool("tool_start", 1))
-        await it.drain(home.name, key=ADMIN)
+        await it.drain(home.name)
         assert (await it.chat("p")).status == 200
         assert other.of("p") == ["program_start", "tool_start"]
         await until(lambda: home.of("p")[-1] == "program_end")
-        [move] = (await it.get("/sojourn/v1/moves", ADMIN))["moves"]
+        [move] = (await it.get("/sojourn/v1/moves", "root"))["moves"]
         moved = {"moved_from": home.name, "moved_to": other.name, "kv": "shared", "left_because": "drain"}
         assert moved.items() <= move.items()
 

@@ -89,7 +89,6 @@ def test_what_an_engine_is_started_with(args: list[str], policy: list[str]) -> N
         ([], "the file: expected `object`, got `array`"),
         ({}, "missing required field `model`"),
         ({"model": 7}, "model: expected `str`, got `int`"),
-        ({"model": " "}, "model: expected `str` matching"),
         ({"model": "m", "engins": {}}, "there is no key engins; did you mean engines?"),
         ({"model": "m", "prefill": {"min": 1}}, "prefill is there without decode; expected both"),
         ({"model": "m", "decode": None}, "decode is there without prefill; expected both"),
@@ -106,9 +105,7 @@ def test_what_an_engine_is_started_with(args: list[str], policy: list[str]) -> N
         ({**PAIRS, "prefill": {"args": ["--role=decode"]}}, "prefill.args has --role; expected none"),
         ({"model": "m", "engines": {"mim": 1}}, "there is no key engines.mim; did you mean engines.min?"),
         ({"model": "m", "engines": {"min": 3, "max": 2}}, "engines.max is 2; expected at least engines.min"),
-        ({"model": "m", "engines": {"args": "--x"}}, "engines.args: expected `array`, got `str`"),
         ({"model": "m", "engines": {"args": ["--port=1"]}}, "engines.args has --port; expected none"),
-        ({"model": "m", "gateways": 0}, "gateways: expected `int` >= 1"),
         ({"model": "m", "port": 70000}, "port: expected `int` <= 65535"),
         ({"model": "m", "direct_port": 8100}, "port, direct_port and metrics_port are [8100, 8100]"),
         ({"model": "m", "host": "0.0.0.0"}, "host is '0.0.0.0'; expected 127.0.0.1, or loopback_only: false"),
@@ -174,15 +171,6 @@ def test_the_page_lists_the_keys_that_there_are() -> None:
     assert listed == set(known_keys())
 
 
-def refusal(*arguments: str) -> str:
-    """What ``sojourn gateway`` says, in this process, when it refuses to start anything."""
-    done = CliRunner().invoke(build_app(), ["gateway", *arguments], env={"ONE": "k", "SAME": "k"})
-    assert "on Ray, engines run" not in done.output
-    assert isinstance(done.exception, CliError), done
-    assert done.exception.exit_code == 2
-    return f"{done.exception.message}; {done.exception.next_step}"
-
-
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
@@ -193,15 +181,17 @@ def refusal(*arguments: str) -> str:
         ("policy: continuum", "continuum is an engine's policy, not a cluster's"),
     ],
 )
-def test_what_can_be_seen_here_is_refused_before_ray_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, said: str
-) -> None:
+def test_what_can_be_seen_here_is_refused_before_ray_starts(tmp_path: Path, lines: str, said: str) -> None:
     pytest.importorskip("ray")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         lines = lines.replace("TAKEN", str(taken.getsockname()[1]))
-        model = "" if lines.startswith("model") else "model: tiny\n"
-        (tmp_path / "c.yaml").write_text(f"{model}{lines}\n")
-        monkeypatch.chdir(tmp_path)
-        assert said in refusal("--ray", "c.yaml")
+        file = tmp_path / "c.yaml"
+        file.write_text(f"model: tiny\n{lines}\n")
+        keys = {"ONE": "k", "SAME": "k"}
+        done = CliRunner().invoke(build_app(), ["gateway", "--ray", str(file)], env=keys)
+    assert "on Ray, engines run" not in done.output
+    assert isinstance(done.exception, CliError), done
+    assert done.exception.exit_code == 2
+    assert said in f"{done.exception.message}; {done.exception.next_step}"

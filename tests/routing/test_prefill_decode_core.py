@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from routing_builders import only
+from routing_builders import asked, only, sends
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
     PairScheduler,
     PrefillDecodeRules,
@@ -39,12 +39,6 @@ def seen(name: str, instance: str = "1", kv_tokens: int = KV_TOKENS, **more: Any
     return PairEngineRegistered(name, instance, kv_tokens, **given)
 
 
-def asked(
-    name: str, tokens: int = 1000, program: str | None = None, **more: Any
-) -> routing_events.RequestReceived:
-    return routing_events.RequestReceived(name, "t", tokens, program_id=program, **more)
-
-
 def core(*names: str, pairs: PairScheduler | None = None, **limits: Any) -> RoutingCore:
     pairs = pairs or PairScheduler(PrefillDecodeRules(most_tokens_s=math.inf))
     made = RoutingCore(PairStrategy(pairs), RoutingLimits(**limits))
@@ -55,18 +49,18 @@ def core(*names: str, pairs: PairScheduler | None = None, **limits: Any) -> Rout
 
 def test_what_a_program_has_stored_is_read_by_the_side_with_less_to_read() -> None:
     it = core("p1", "d1")
-    it.take(asked("a", 6400, "p"), 1.0)
+    it.take(asked("a", 6400, program_id="p"), 1.0)
     it.take(routing_events.RequestFinished("a", 64, "d1"), 2.0)
     it.take(NicQueueReported("node-p1", 50.0), 100.0)
     reported(it, "p1", now=100.0)  # it has evicted what it computed
-    assert only(it.take(asked("b", 6464 + 40, "p"), 100.0)).decode_reads
+    assert only(it.take(asked("b", 6464 + 40, program_id="p"), 100.0)).decode_reads
     it.take(routing_events.RequestFinished("b", 10, "d1"), 200.0)
     it.take(NicQueueReported("node-d1", 50.0), 200.0)
     reported(it, "p1", now=201.0)
-    assert not only(it.take(asked("c", 6600, "p"), 200.0)).decode_reads
+    assert not only(it.take(asked("c", 6600, program_id="p"), 200.0)).decode_reads
     it.take(routing_events.RequestFinished("c", 10, "d1"), 200.0)
     it.take(routing_events.ProgramEnded("p", "t"), 300.0)
-    assert not only(it.take(asked("d", 6600, "p"), 300.0)).decode_reads
+    assert not only(it.take(asked("d", 6600, program_id="p"), 300.0)).decode_reads
     assert (
         it.strategy.pairs.nics["node-d1"].busy_until_s <= 300.0
     )  # nothing of an ended program is looked for
@@ -74,7 +68,7 @@ def test_what_a_program_has_stored_is_read_by_the_side_with_less_to_read() -> No
 
 def turn(it: RoutingCore, name: str, tokens: int, now: float, program: str = "p") -> SendRequest:
     """A whole turn of a program: its prompt is computed, and the answer has 10 tokens."""
-    sent: SendRequest = only(it.take(asked(name, tokens, program), now))
+    sent: SendRequest = only(it.take(asked(name, tokens, program_id=program), now))
     it.take(routing_events.PrefillFinished(name, sent.prefill_id), now)
     it.take(routing_events.RequestFinished(name, 10, sent.replica_id), now)
     return sent
@@ -90,7 +84,7 @@ def test_a_programs_turns_are_prefilled_where_its_context_is_unless_another_is_s
     assert (second.prefill_id, second.moved_from) == ("p1", None)
     it.take(routing_events.PrefillFinished("b", "p1"), 3.0)
     only(it.take(asked("d", 3000), 4.0))
-    released, sent = it.take(asked("e", 1400, "p"), 5.0)
+    released, sent = it.take(asked("e", 1400, program_id="p"), 5.0)
     assert (sent.prefill_id, sent.moved_from) == ("p2", "p1")
     assert released == routing_events.ReleaseProgramKv("p", "p1", "t")
     assert it.home("t", "p") == "p2"
@@ -122,7 +116,7 @@ def test_a_home_that_lost_the_context_or_is_gone_is_a_home_no_more() -> None:
 
 def decoded_alone(it: RoutingCore, name: str, tokens: int, now: float) -> None:
     """A turn of the program that the decode engine computes alone."""
-    sent: SendRequest = only(it.take(asked(name, tokens, "p"), now))
+    sent: SendRequest = only(it.take(asked(name, tokens, program_id="p"), now))
     it.take(routing_events.PrefillFinished(name, sent.prefill_id, computed=False), now)
     it.take(routing_events.RequestFinished(name, 10, sent.replica_id), now)
 
@@ -144,8 +138,8 @@ def test_a_prompt_at_the_decode_engine_beside_one_that_is_computed_leaves_the_ho
     second_ends_first: bool,
 ) -> None:
     it = core("p1", "d1")
-    only(it.take(asked("a", 1000, "p"), 1.0))
-    only(it.take(asked("b", 1000, "p"), 1.0))
+    only(it.take(asked("a", 1000, program_id="p"), 1.0))
+    only(it.take(asked("b", 1000, program_id="p"), 1.0))
     it.take(routing_events.PrefillFinished("b", "p1", computed=False), 2.0)
     if second_ends_first:
         it.take(routing_events.RequestFinished("b", 10, "d1"), 3.0)
@@ -161,7 +155,7 @@ def test_a_waiting_request_does_not_go_to_a_home_that_lost_the_context_meanwhile
     turn(it, "a", 5000, 1.0)
     assert [only(it.take(asked(name, 2000), 2.0)).prefill_id for name in "bc"] == ["p1", "p2"]
     it.take(routing_events.PrefillFinished("c", "p2"), 2.0)
-    assert it.take(asked("d", 6000, "p"), 3.0) == []
+    assert it.take(asked("d", 6000, program_id="p"), 3.0) == []
     reported(it, "p1", 100, now=10.0)
     sent = only(it.take(routing_events.RequestFinished("c", 10, "d1"), 11.0))
     assert (sent.request_id, sent.prefill_id) == ("d", "p2"), "p1 has 2,000 tokens more to compute"
@@ -169,36 +163,27 @@ def test_a_waiting_request_does_not_go_to_a_home_that_lost_the_context_meanwhile
 
 def test_a_stored_conversation_goes_on_at_its_decode_engine_alone() -> None:
     it = core("p1", "d1", "d2")
-    sent = only(it.take(asked("a", program="p", only_replica_id="d2"), 1.0))
+    sent = only(it.take(asked("a", program_id="p", only_replica_id="d2"), 1.0))
     assert (sent.replica_id, sent.prefill_id) == ("d2", "")
     assert it.take(RequestFinished("a", 10, "d2"), 2.0) == []
     assert not it.requests
-    assert it.take(asked("b", 1100, "p"), 3.0)[-1].prefill_id == "p1"
+    assert it.take(asked("b", 1100, program_id="p"), 3.0)[-1].prefill_id == "p1"
 
 
 def test_a_flood_of_one_tenant_leaves_others_their_share() -> None:
     it = core("p1", most_waiting=40)
     it.take(seen("d1", max_running=2), 0.0)
-
-    def ask(tenant: str, number: int, now: float) -> list[Any]:
-        return it.take(
-            routing_events.RequestReceived(
-                f"{tenant} {number}", tenant, 100, program_id=f"{tenant} {number}"
-            ),
-            now,
-        )
-
     for number in range(60):
-        ask("flood", number, 1.0)
+        it.take(asked(f"flood {number}", tenant="flood"), 1.0)
     assert len(it.waiting) == 40, "the rest was rejected"
-    assert ask("light", 0, 2.0) == ask("light", 1, 2.0) == []
+    for name in ("light 0", "light 1"):
+        assert it.take(asked(name, tenant="light"), 2.0) == []
     it.take(routing_events.Tick(), 3.0)
     ended, order = ["flood 0", "flood 1"], []
     for name in ended:
-        for action in it.take(RequestFinished(name, 1, "d1"), 4.0):
-            if isinstance(action, SendRequest):
-                order.append(action.request_id)
-                ended.append(action.request_id)
+        sent = sends(it.take(RequestFinished(name, 1, "d1"), 4.0))
+        order += sent
+        ended += sent
         if len(order) == 6:
             break
     assert order.index("light 0") <= 1

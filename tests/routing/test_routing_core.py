@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from routing_builders import asked, kv_lost, only, seen, with_replicas
 from routing_builders import build_core as core
-from routing_builders import kv_lost, only, seen, with_replicas
 from sojourn_server.policies.cluster_preset import load_cluster_preset
 from sojourn_server.policies.routing_policies import (
     CapacityRouting,
@@ -24,18 +24,10 @@ from sojourn_server.routing.routing_events import (
 from sojourn_server.routing.routing_from_preset import build_routing_core
 
 
-def asked(
-    name: str, program: str | None = None, tokens: int = 100, **more: Any
-) -> routing_events.RequestReceived:
-    return routing_events.RequestReceived(
-        **{"request_id": name, "tenant": "t", "program_id": program, "context_tokens": tokens, **more}
-    )
-
-
 def test_a_sub_agent_begins_near_its_parent() -> None:
     it = with_replicas(core(), "a", "b")
-    home = only(it.take(asked("r0", "parent", 200), 0.0)).replica_id
-    child = only(it.take(asked("r1", "child", 200, parent_id="parent"), 1.0))
+    home = only(it.take(asked("r0", 200, program_id="parent"), 0.0)).replica_id
+    child = only(it.take(asked("r1", 200, program_id="child", parent_id="parent"), 1.0))
     assert (child.replica_id, child.reason) == (home, "near_parent")
 
 
@@ -43,7 +35,7 @@ def test_a_prompt_longer_than_any_replica_computes_is_rejected_with_the_reason()
     it = core()
     it.take(seen("a", max_context_tokens=500), 0.0)
     it.take(seen("b", max_context_tokens=800), 0.0)
-    refused = only(it.take(asked("r0", "p", 801, exact=True), 0.0))
+    refused = only(it.take(asked("r0", 801, program_id="p", exact=True), 0.0))
     assert (refused.status, refused.code) == (400, "context_too_long")
     assert "801" in refused.message
     assert "800" in refused.message
@@ -52,15 +44,15 @@ def test_a_prompt_longer_than_any_replica_computes_is_rejected_with_the_reason()
 def test_an_estimate_causes_no_rejection_and_counts_at_most_the_longest_context() -> None:
     it = core()
     it.take(seen("a", max_context_tokens=800), 0.0)
-    assert isinstance(only(it.take(asked("r0", "p", 5_000_000), 0.0)), SendRequest)
+    assert isinstance(only(it.take(asked("r0", 5_000_000, program_id="p"), 0.0)), SendRequest)
     replica = it.fleet.get("a")
     assert (replica.used_tokens, replica.homed_tokens) == (800, 800)
 
 
 def test_a_request_that_waits_too_long_is_refused_with_a_time_to_come_back() -> None:
     it = with_replicas(core(CapacityRouting(), wait_s=60.0), "a")
-    it.take(asked("r0", "p", 900), 0.0)
-    it.take(asked("r1", "q", 900), 1.0)
+    it.take(asked("r0", 900, program_id="p"), 0.0)
+    it.take(asked("r1", 900, program_id="q"), 1.0)
     it.take(seen("a"), 60.0)
     assert it.take(routing_events.Tick(), 60.9) == []
     refused = only(it.take(routing_events.Tick(), 61.0))
@@ -71,10 +63,10 @@ def test_a_request_that_waits_too_long_is_refused_with_a_time_to_come_back() -> 
 
 def test_a_full_queue_rejects_new_requests_and_leaves_running_ones_alone() -> None:
     it = with_replicas(core(CapacityRouting(), most_waiting=2), "a")
-    it.take(asked("r0", "p", 900), 0.0)
+    it.take(asked("r0", 900, program_id="p"), 0.0)
     for name in ("r1", "r2"):
-        assert it.take(asked(name, name, 900), 0.0) == []
-    refused = only(it.take(asked("r3", "r3", 900), 0.0))
+        assert it.take(asked(name, 900, program_id=name), 0.0) == []
+    refused = only(it.take(asked("r3", 900, program_id="r3"), 0.0))
     assert (refused.request_id, refused.status) == ("r3", 429)
 
 
@@ -104,7 +96,7 @@ class BreaksOn13(SessionAffinityRouting):
 
 def test_a_request_that_no_policy_can_place_is_refused_and_forgotten() -> None:
     it = with_replicas(core(Broken()), "a")
-    refused = only(it.take(asked("r0", "p"), 0.0))
+    refused = only(it.take(asked("r0", program_id="p"), 0.0))
     assert (refused.request_id, refused.status, refused.code) == ("r0", 500, "policy_failed")
     assert (it.waiting, it.requests) == ({}, {})
     assert it.counts.policy_failures == 1
@@ -113,7 +105,7 @@ def test_a_request_that_no_policy_can_place_is_refused_and_forgotten() -> None:
 
 def test_a_waiting_request_whose_policy_fails_blocks_no_other() -> None:
     it = core(BreaksOn13())
-    assert it.take(asked("bad", "p", 13), 0.0) == it.take(asked("good", "q", 14), 0.0) == []
+    assert it.take(asked("bad", 13), 0.0) == it.take(asked("good", 14), 0.0) == []
     actions = it.take(seen("a"), 1.0)
     assert [(type(a), a.request_id) for a in actions] == [(RejectRequest, "bad"), (SendRequest, "good")]
 
@@ -124,7 +116,7 @@ def test_without_shares_turns_or_steals_requests_go_as_they_came() -> None:
     it = core(routing, broken, broken, preemption=broken, send_below_load=1.0, lease_s=1e6)
     it.take(seen("a"), 0.0)
     for number in range(12):
-        it.take(asked(f"r{number}", f"p{number}", tenant=f"t{number % 2}"), float(number))
+        it.take(asked(f"r{number}", program_id=f"p{number}", tenant=f"t{number % 2}"), float(number))
     it.take(seen("b"), 20.0)
     it.take(routing_events.Tick(), 21.0)
     assert len(it.waiting) == 2
@@ -138,7 +130,7 @@ def test_without_shares_turns_or_steals_requests_go_as_they_came() -> None:
 @pytest.mark.parametrize("is_gone_first", [False, True])
 def test_a_request_that_two_replicas_took_in_and_failed_is_not_given_to_a_third(is_gone_first: bool) -> None:
     it = with_replicas(core(most_failures=9), "a", "b", "c")
-    actions = it.take(asked("r0", "p"), 0.0)
+    actions = it.take(asked("r0", program_id="p"), 0.0)
     for now in (1.0, 2.0):
         at = actions[-1].replica_id
         actions = it.take(routing_events.ReplicaGone(at, "1"), now) if is_gone_first else []
@@ -152,7 +144,7 @@ def test_a_request_that_two_replicas_took_in_and_failed_is_not_given_to_a_third(
 
 def test_a_replica_that_failed_a_request_and_lives_is_not_sent_it_again() -> None:
     it = with_replicas(core(most_failures=9), "a", "b")
-    first = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    first = only(it.take(asked("r0", program_id="p"), 0.0)).replica_id
     it.take(seen(first), 0.0)
     second = it.take(routing_events.RequestFailed("r0", first), 1.0)[-1].replica_id
     it.take(seen(first), 1.1)
@@ -167,26 +159,26 @@ def test_a_replica_that_failed_a_request_and_lives_is_not_sent_it_again() -> Non
 
 def test_a_slow_replica_is_probed_and_loses_no_request() -> None:
     it = with_replicas(core(lease_s=10.0), "a", "b")
-    home = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    home = only(it.take(asked("r0", program_id="p"), 0.0)).replica_id
     it.take(routing_events.RequestFinished("r0"), 1.0)
     other = "b" if home == "a" else "a"
     it.take(seen(other), 9.0)
     assert it.take(routing_events.Tick(), 9.9) == []
     assert only(it.take(routing_events.Tick(), 10.0)) == ProbeReplica(home, "1")
     assert it.take(routing_events.Tick(), 11.0) == [], "once a lease"
-    assert only(it.take(asked("new", "q"), 12.0)).replica_id == other
-    assert only(it.take(asked("r1", "p"), 13.0)).replica_id == home, "its KV is there"
+    assert only(it.take(asked("new", program_id="q"), 12.0)).replica_id == other
+    assert only(it.take(asked("r1", program_id="p"), 13.0)).replica_id == home, "its KV is there"
     it.take(seen(home), 14.0)
     assert it.fleet.get(home).view().takes_new
 
 
 def test_programs_of_a_draining_replica_move_at_their_next_turn() -> None:
     it = with_replicas(core(), "a", "b")
-    home = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    home = only(it.take(asked("r0", program_id="p"), 0.0)).replica_id
     assert it.take(routing_events.ReplicaDrainStarted(home), 0.5) == []
     assert "r0" in it.fleet.get(home).in_flight, "it is answered there"
     it.take(routing_events.RequestFinished("r0"), 1.0)
-    sent = next(a for a in it.take(asked("r1", "p"), 2.0) if isinstance(a, SendRequest))
+    sent = next(a for a in it.take(asked("r1", program_id="p"), 2.0) if isinstance(a, SendRequest))
     assert (sent.replica_id != home, sent.moved_from, sent.left_because) == (True, home, "drain")
 
 
@@ -197,7 +189,7 @@ def test_an_idle_replica_steals_the_oldest_movable_request_of_one_twice_as_loade
     it = core(SessionAffinityRouting(most_load=10.0), WorkStealing(), send_below_load=1.0)
     it.take(seen("a"), 0.0)
     for number in range(13):
-        it.take(asked(f"r{number}", f"p{number}"), 0.0)
+        it.take(asked(f"r{number}", program_id=f"p{number}"), 0.0)
     assert len(it.waiting) == 3
     it.take(seen("b"), 1.0)
     assert it.take(routing_events.Tick(), 1.05) == [], "b has been idle for 50 ms"
@@ -213,8 +205,8 @@ def test_a_program_with_a_request_at_home_is_not_split() -> None:
     it = core(SessionAffinityRouting(most_load=10.0), WorkStealing(idle_s=0.0), send_below_load=1.0)
     it.take(seen("a"), 0.0)
     for number in range(10):
-        it.take(asked(f"r{number}", "p"), 0.0)
-    it.take(asked("r10", "p"), 0.0)
+        it.take(asked(f"r{number}", program_id="p"), 0.0)
+    it.take(asked("r10", program_id="p"), 0.0)
     it.take(seen("b"), 1.0)
     assert it.take(routing_events.Tick(), 2.0) == []
 
@@ -228,8 +220,8 @@ def busy_core(preset: str) -> RoutingCore:
     for name in "ab":
         core.take(seen(name, capacity_tokens=10_000, max_running=2), 0.0)
     for number in range(6):
-        core.take(asked(f"r{number}", f"p{number}", 4000, only_replica_id="a"), 0.0)
-    assert not core.take(asked("stored", "conversation", 4000, only_replica_id="a"), 0.0)
+        core.take(asked(f"r{number}", 4000, program_id=f"p{number}", only_replica_id="a"), 0.0)
+    assert not core.take(asked("stored", 4000, program_id="conversation", only_replica_id="a"), 0.0)
     return core
 
 
@@ -267,5 +259,5 @@ def test_a_stored_conversation_whose_replica_fails_is_rejected(fault: str) -> No
 
 def test_a_stored_conversation_whose_replica_is_unknown_goes_anywhere() -> None:
     core = busy_core("saga")
-    [sent] = core.take(asked("late", "other", 4000, only_replica_id="c"), 0.1)
+    [sent] = core.take(asked("late", 4000, program_id="other", only_replica_id="c"), 0.1)
     assert sent.replica_id == "b"
