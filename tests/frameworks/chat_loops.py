@@ -9,48 +9,33 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from typing import Any
 
 import sojourn
-from scenario_types import Scenario, ToolFact, cancel_once, fact, scenarios_of
+from scenario_types import Scenario, fact, scenarios_of
 from sojourn.testing import ToolUse
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": name,
-            "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
-        },
-    }
-    for name in ("upper", "count", "ask")
-]
+SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": "upper", "description": "upper", "parameters": SCHEMA}}]
 FLAT_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
 
 Complete = Callable[..., Any]
-SHOWN_BY_OPENAI = dict.fromkeys(
+ABSENT = dict.fromkeys(
     ("error", "cancel", "parallel", "sub_agent"),
-    "what the user's loop does around its requests is the same for each client; scenarios_openai shows it",
+    "a client knows no tools and agents; how sojourn's own scopes end and nest is shown by tests/sdk",
 )
-"""``ABSENT`` of the other clients."""
 
 
-class ToolBroke(Exception):
-    """Error that the tool of ``failing_tool`` raises."""
-
-
-def run_tool(name: str, text: str) -> str:
-    return text.upper() if name == "upper" else str(len(text))
+def upper(arguments: str) -> str:
+    """The only tool."""
+    return str(json.loads(arguments)["text"].upper())
 
 
 def tool_message(call: Any) -> dict[str, Any]:
     """Run a tool call of an answer, report it to sojourn, and return its message."""
     with sojourn.tool_call(call.function.name, call.id):
-        result = run_tool(call.function.name, **json.loads(call.function.arguments))
+        result = upper(call.function.arguments)
     return {"role": "tool", "tool_call_id": call.id, "content": result}
 
 
@@ -90,20 +75,8 @@ def response_loop(respond: Complete) -> Any:
                 fields = {"type": "function_call", "call_id": call.call_id, "name": call.name}
                 items.append({**fields, "arguments": call.arguments})
                 with sojourn.tool_call(call.name, call.call_id):
-                    result = run_tool(call.name, **json.loads(call.arguments))
+                    result = upper(call.arguments)
                 items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
-
-
-def tools_in_threads(complete: Complete) -> Any:
-    """Two tools of one answer, each in a thread."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
-    with sojourn.program("loop"), ThreadPoolExecutor(2) as pool:
-        answer = complete(messages=messages, tools=TOOLS).choices[0].message
-        messages.append(answer.model_dump(exclude_none=True))
-        jobs = [pool.submit(copy_context().run, tool_message, call) for call in answer.tool_calls]
-        messages += [job.result() for job in jobs]
-        last = complete(messages=messages).choices[0].message.content
-        return last, [message["content"] for message in messages[2:]]
 
 
 def stream(complete: Complete) -> str:
@@ -111,59 +84,14 @@ def stream(complete: Complete) -> str:
         return "".join(chunk.choices[0].delta.content or "" for chunk in complete(stream=True, **ASK))
 
 
-def failing_tool(complete: Complete) -> Any:
-    with sojourn.program("loop"):
-        (call,) = complete(tools=TOOLS, **ASK).choices[0].message.tool_calls
-        with sojourn.tool_call(call.function.name, call.id):
-            raise ToolBroke
-
-
-async def cancelled_tool(acomplete: Complete) -> None:
-    """A program that is cancelled while its tool runs."""
-    started = asyncio.Event()
-
-    async def agent() -> None:
-        async with sojourn.program("loop"):
-            (call,) = (await acomplete(tools=TOOLS, **ASK)).choices[0].message.tool_calls
-            async with sojourn.tool_call(call.function.name, call.id):
-                started.set()
-                await asyncio.sleep(60)
-
-    await cancel_once(started, agent())
-
-
-def sub_agent(complete: Complete) -> Any:
-    """An agent whose tool is an agent itself."""
-    with sojourn.program("outer"):
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
-        answer = complete(messages=messages, tools=TOOLS).choices[0].message
-        (call,) = answer.tool_calls
-        with sojourn.tool_call(call.function.name, call.id), sojourn.program("inner"):
-            inner = complete(**ASK).choices[0].message.content
-        messages += [
-            answer.model_dump(exclude_none=True),
-            {"role": "tool", "tool_call_id": call.id, "content": inner},
-        ]
-        return inner, complete(messages=messages).choices[0].message.content
-
-
 UPPER = ToolUse("upper", {"text": "hi"})
 ONE_TOOL = ((UPPER, "done"), fact("loop", "- -", "upper"))
 """The script of a scenario, and the program that it reports. The following constants have the same form."""
 RESPONSES = ((UPPER, "done"), fact("loop", "work work", "upper"))
 STREAM = (("one two three",), fact("stream", "-"))
-FAILED = ((UPPER,), fact("loop", "-", ToolFact("upper", "error"), status="error"))
-CANCELLED = ((UPPER,), fact("loop", "-", ToolFact("upper", "cancelled"), status="cancelled"))
-TWO_TOOLS = (([UPPER, ToolUse("count", {"text": "four"})], "done"), fact("loop", "- -", "count", "upper"))
-SUB_AGENT = (
-    (ToolUse("ask", {"text": "inner"}), "inner says", "done"),
-    fact("outer", "- -", "ask"),
-    fact("inner", "-", parent="outer"),
-)
 
 
 def scenario(framework: str, row: str, play: Any, case: tuple[Any, ...], name: str = "") -> Scenario:
     """Return a scenario of one of the cases above."""
     script, *programs = case
-    raises = {"error": "ToolBroke", "cancel": "CancelledError"}.get(row)
-    return scenarios_of(framework, framework)(row, play, script, *programs, raises=raises, name=name)
+    return scenarios_of(framework, framework)(row, play, script, *programs, name=name)

@@ -40,12 +40,8 @@ def scenario_modules() -> Iterator[ScenarioModule]:
                 raise
             print(f"{path.name}: left out, no module {error.name!r}", file=sys.stderr)
             continue
-        absent = getattr(module, "ABSENT", {})
-        scenarios = tuple(module.SCENARIOS)
-        for name in sorted({scenario.framework for scenario in scenarios}):
-            mine = tuple(each for each in scenarios if each.framework == name)
-            # A file may hold two frameworks that share an adapter, and then one dict for each of them.
-            yield ScenarioModule(name, mine, absent.get(name, absent) if _nested(absent) else absent)
+        found = tuple(module.SCENARIOS)
+        yield ScenarioModule(found[0].framework, found, getattr(module, "ABSENT", {}))
 
 
 def runnable_scenarios() -> list[Scenario]:
@@ -100,10 +96,6 @@ def outcome(scenario: Scenario, base_url: str, model: str) -> tuple[str, Any]:
         if type(error).__name__ != scenario.raises:
             raise
         return "raised", type(error).__name__
-
-
-def _nested(absent: dict[str, Any]) -> bool:
-    return any(isinstance(value, dict) for value in absent.values())
 
 
 def _found(package: str) -> bool:

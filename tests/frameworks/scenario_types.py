@@ -1,8 +1,8 @@
 """Scenarios of a framework, and the events that it must report for each.
 
-Each ``scenarios_<framework>.py`` has a list ``SCENARIOS`` and a dict ``ABSENT`` (row → why this framework
-has no such thing). ``test_frameworks_scenarios.py`` plays every scenario against the fake server, with
-and without instrumentation. A play file imports its framework inside functions.
+Each ``scenarios_<framework>.py`` has a list ``SCENARIOS``, and a dict ``ABSENT`` (row → why this framework
+has no such thing) if it lacks a row. ``test_frameworks_scenarios.py`` plays every scenario against the fake
+server, with and without instrumentation. A play file imports its framework inside functions.
 """
 
 from __future__ import annotations

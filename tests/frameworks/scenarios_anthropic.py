@@ -13,7 +13,7 @@ import chat_loops as loops
 import sojourn
 from scenario_types import RETRY
 
-ABSENT = loops.SHOWN_BY_OPENAI
+ABSENT = loops.ABSENT
 
 
 def client(base_url: str, kind: str = "Anthropic") -> Any:

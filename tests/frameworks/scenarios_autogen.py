@@ -11,7 +11,6 @@ from typing import Any
 from scenario_types import Scenario, StreamPiece, ToolFact, cancel_once, fact, scenarios_of
 from sojourn.testing import Reply, ToolUse
 
-ABSENT: dict[str, str] = {}
 INFO: dict[str, Any] = {
     "vision": False,
     "function_calling": True,

@@ -183,4 +183,3 @@ SCENARIOS = [
     scenario("sync", named_chain, ["one", "two"], fact("loop", "- -"), name="chain"),
     scenario(RETRY, sync, ONE_TOOL, ONE),
 ]
-ABSENT: dict[str, str] = {}

@@ -267,4 +267,3 @@ SCENARIOS = [
     scenario("sub_agent", own_program, ["before", "in it", "DONE"], *OWN, name="opened by hand"),
     scenario(RETRY, sync, SCRIPT, PLANNED),
 ]
-ABSENT: dict[str, str] = {}

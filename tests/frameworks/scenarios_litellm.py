@@ -11,9 +11,9 @@ from typing import Any
 import chat_loops as loops
 import sojourn
 from chat_loops import ASK
-from scenario_types import RETRY, ProgramFact
+from scenario_types import RETRY
 
-ABSENT = loops.SHOWN_BY_OPENAI
+ABSENT = loops.ABSENT
 
 OPENAI, OWN = "openai", "hosted_vllm"
 
@@ -47,17 +47,6 @@ def in_async(loop: Callable[[Any], Awaitable[Any]]) -> Callable[[str, str], Any]
     return play
 
 
-def retried_by_a_router(base_url: str, model: str) -> Any:
-    import litellm
-
-    # With a second deployment a router does not wait before it tries again.
-    both = [server(base_url, model) | {"api_key": key} for key in "ab"]
-    models = [{"model_name": "any", "litellm_params": one} for one in both]
-    router = litellm.Router(model_list=models, num_retries=2, retry_after=0)
-    with sojourn.program("loop"):
-        return router.completion(model="any", **ASK).choices[0].message.content
-
-
 async def async_stream(acomplete: Any) -> Any:
     async with sojourn.program("stream"):
         chunks = await acomplete(stream=True, **ASK)
@@ -84,5 +73,4 @@ SCENARIOS = [
     scenario("stream", sync(response_stream, OPENAI, "responses"), loops.STREAM, name="responses"),
     scenario(RETRY, sync(loops.tool_loop, **RETRIES), loops.ONE_TOOL),
     scenario(RETRY, sync(loops.tool_loop, OPENAI, **RETRIES), loops.ONE_TOOL, name="openai"),
-    scenario(RETRY, retried_by_a_router, (["done"], ProgramFact("loop", nodes=(None,))), name="router"),
 ]

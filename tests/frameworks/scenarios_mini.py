@@ -11,7 +11,7 @@ from sojourn.testing import ToolUse
 ABSENT = {
     "async": "mini-swe-agent 2.x is synchronous from end to end",
     "stream": "its models only read whole answers",
-    "sub_agent": "its agents cannot call agents; nesting by hand is what scenarios_openai shows",
+    "sub_agent": "its agents cannot call agents",
 }
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import chat_loops as loops
 import sojourn
 from chat_loops import ASK
-from scenario_types import RETRY, ProgramFact
+from scenario_types import RETRY
 
-ABSENT: dict[str, str] = {}
+ABSENT = loops.ABSENT
 
 
 def client(base_url: str, kind: str = "OpenAI") -> Any:
@@ -62,16 +62,6 @@ def abandoned_stream(complete: Any) -> Any:
         return next(text for chunk in chunks if (text := chunk.choices[0].delta.content))[:1]
 
 
-async def parallel_requests(acomplete: Any) -> Any:
-    async with sojourn.program("map"):
-
-        async def ask(node: str) -> str:
-            with sojourn.step(node):
-                return str((await acomplete(**ASK)).choices[0].message.content)
-
-        return await asyncio.gather(*map(ask, ("left", "right", "middle")))
-
-
 scenario = partial(loops.scenario, "openai")
 
 SCENARIOS = [
@@ -81,15 +71,5 @@ SCENARIOS = [
     scenario("stream", sync(loops.stream), loops.STREAM),
     scenario("stream", response_stream, loops.STREAM, name="responses"),
     scenario("stream", sync(abandoned_stream), loops.STREAM, name="abandoned"),
-    scenario("error", sync(loops.failing_tool), loops.FAILED),
-    scenario("cancel", in_async(loops.cancelled_tool), loops.CANCELLED),
-    scenario("parallel", sync(loops.tools_in_threads), loops.TWO_TOOLS),
-    scenario(
-        "parallel",
-        in_async(parallel_requests),
-        (["same"] * 3, ProgramFact("map", nodes=("left", "middle", "right"))),
-        name="requests",
-    ),
-    scenario("sub_agent", sync(loops.sub_agent), loops.SUB_AGENT),
     scenario(RETRY, sync(loops.tool_loop), loops.ONE_TOOL),
 ]

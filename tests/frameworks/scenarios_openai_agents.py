@@ -11,8 +11,6 @@ from openai_agents_fixtures import SUM, OpenAIAgents, add, fails, waiting
 from scenario_types import ProgramFact, Scenario, StreamPiece, ToolFact, cancel_once, fact, scenarios_of
 from sojourn.testing import Reply, ToolUse
 
-ABSENT: dict[str, str] = {}
-
 
 def in_loop(play: Callable[[OpenAIAgents], Awaitable[Any]], **options: Any) -> Callable[[str, str], Any]:
     """Return a play that runs ``play`` in its own event loop."""
