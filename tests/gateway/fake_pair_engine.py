@@ -18,10 +18,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 class PairEngine(FakeEngine):
     """Computes a prompt and says where its KV is, or answers, depending on the request."""
 
-    def __init__(self, role: PairRole, node: str | None = None, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, role: PairRole) -> None:
+        super().__init__()
         self.role = role
-        self.node = node
+        self.node: str | None = None
         self.epoch = "e1"
         self.model = "tiny"
         self.paths: dict[str, Any] = {}

@@ -263,23 +263,6 @@ async def test_only_an_operator_drains_and_switches_the_policy() -> None:
         assert fakes[0].name in (await answer.json())["error"]["next"]
 
 
-# -- seen -------------------------------------------------------------------------
-
-
-async def test_a_killed_engine_is_missing_in_health_and_metrics() -> None:
-    async with engines(2) as fakes, world(fakes) as it:
-        assert (await it.chat("p")).status == 200
-        assert (await it.get("/health")) == {"replicas": 2, "up": 2, "waiting": 0}
-        await fakes[0].kill()
-        await until(lambda: it.gateway.replicas.get(fakes[0].name) is None)
-        text = await it.metrics()
-        assert 'sojourn_gateway_requests_total{reason="least_loaded"} 1.0' in text
-        assert f'replica="{fakes[0].name}"' not in text
-        assert 'sojourn_gateway_replicas{health="up"} 1.0' in text
-        assert 'sojourn_gateway_replicas{health="missing"} 1.0' in text
-        assert (await it.get("/sojourn/v1/replicas"))["missing"] == [fakes[0].url]
-
-
 async def test_a_gateway_with_shares_uses_deadlines_that_its_engines_do_not() -> None:
     shares = 'routing = "session-affinity"\nsharing = "agent-fair-share"'
     async with engines(1) as fakes, world(fakes, preset=shares) as it:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
 from fake_pair_engine import PairEngine, gateway_of, pair_engines, pairs
 from gateway_harness import World, until
 from sojourn_server.gateway.http.engine_monitor import (
@@ -89,19 +86,16 @@ async def test_an_odd_engine_that_was_there_first_keeps_no_pair_out(listed: int)
 
 async def test_engines_are_waited_for_and_may_come_in_any_order(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "sojourn_server")
-    late = FakeEngine()
-    await late.start()
-    await late.kill()
-    engine = PairEngine(PairRole.DECODE)
-    engine.port = late.port
-    async with pair_engines(1, 0) as (prefill, _), gateway_of(prefill, [engine], taken=1) as it:
-        assert (await it.get("/sojourn/v1/replicas"))["missing"] == [engine.url]
-        waits = asyncio.ensure_future(it.chat())
-        await engine.start()
-        await until(lambda: engine.name in it.core.fleet)
-        assert (await waits).status == 200
+    async with pair_engines(1, 1) as (prefill, [engine]):
         await engine.kill()
-        await until(lambda: f"{engine.url} is gone" in caplog.text)
+        async with gateway_of(prefill, [engine], taken=1) as it:
+            assert (await it.get("/sojourn/v1/replicas"))["missing"] == [engine.url]
+            waits = asyncio.ensure_future(it.chat())
+            await engine.restart()
+            await until(lambda: engine.name in it.core.fleet)
+            assert (await waits).status == 200
+            await engine.kill()
+            await until(lambda: f"{engine.url} is gone" in caplog.text)
         told = [line for line in caplog.messages if " engines: " in line]
         assert [line.rpartition("; ")[2] for line in told] == [
             f"prefill engines: 1, decode engines: {number}" for number in (0, 1, 0)
@@ -123,16 +117,6 @@ async def test_an_engine_without_a_description_for_a_while_stays_what_it_was() -
 # -- links --------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def on_nodes(*nodes: str) -> AsyncIterator[tuple[World, list[PairEngine], PairEngine]]:
-    """Decode engines at these nodes, and one prefill engine elsewhere."""
-    async with pair_engines(1, len(nodes)) as ([prefill], decode):
-        for engine, node in zip(decode, nodes, strict=True):
-            engine.node = node
-        async with gateway_of([prefill], decode) as it:
-            yield it, decode, prefill
-
-
 def queue_s(it: World, engine: PairEngine) -> float:
     """What the books have waiting for the NIC of its node."""
     now: float = asyncio.get_running_loop().time()  # the decider's clock
@@ -140,13 +124,15 @@ def queue_s(it: World, engine: PairEngine) -> float:
 
 
 async def test_a_nodes_queue_is_that_of_all_its_engines() -> None:
-    async with on_nodes("a", "a", "b") as (it, decode, prefill):
-        decode[0].queued_s, decode[1].queued_s = 40.0, 60.0
-        await until(lambda: 95.0 < queue_s(it, decode[0]) <= 100.0)
-        assert queue_s(it, decode[2]) <= 0.0
-        assert queue_s(it, prefill) <= 0.0
-        await decode[1].kill()
-        await until(lambda: 35.0 < queue_s(it, decode[0]) <= 40.0)
+    async with pair_engines(1, 3) as ([prefill], decode):
+        decode[0].node = decode[1].node = "a"
+        async with gateway_of([prefill], decode) as it:
+            decode[0].queued_s, decode[1].queued_s = 40.0, 60.0
+            await until(lambda: 95.0 < queue_s(it, decode[0]) <= 100.0)
+            assert queue_s(it, decode[2]) <= 0.0
+            assert queue_s(it, prefill) <= 0.0
+            await decode[1].kill()
+            await until(lambda: 35.0 < queue_s(it, decode[0]) <= 40.0)
 
 
 async def test_the_side_with_the_shorter_reported_queue_reads() -> None:

@@ -166,6 +166,7 @@ async def test_engines_are_shown_with_what_they_do_and_how_their_links_are() -> 
             return any(of["links"].get("storage read", {}).get("queued_s") == 2.5 for of in shown)
 
         await until(told)
+        assert (await it.chat()).status == 200
         shown = {of["replica"]: of for of in (await it.get("/sojourn/v1/replicas"))["replicas"]}
         assert {name: of["role"] for name, of in shown.items()} == {
             prefill.name: "prefill",
@@ -178,7 +179,7 @@ async def test_engines_are_shown_with_what_they_do_and_how_their_links_are() -> 
         assert f"sojourn_gateway_replica_role{{{role}}} 1.0" in page
         queue = f'sojourn_gateway_link_queued_seconds{{link="storage read",replica="{prefill.name}"}} 2.5'
         assert queue in page
-        assert 'sojourn_gateway_requests_total{reason="pair"} 0.0' in page
+        assert 'sojourn_gateway_requests_total{reason="pair"} 1.0' in page
         await prefill.kill()
         await until(lambda: prefill.name not in it.core.fleet)
         page = await it.metrics()
@@ -186,6 +187,9 @@ async def test_engines_are_shown_with_what_they_do_and_how_their_links_are() -> 
         assert decode[0].name in page
         assert 'sojourn_gateway_role_replicas{role="prefill"} 0.0' in page
         assert 'sojourn_gateway_role_replicas{role="decode"} 2.0' in page
+        for health, number in (("up", 2.0), ("missing", 1.0)):
+            assert f'sojourn_gateway_replicas{{health="{health}"}} {number}' in page
+        assert (await it.get("/sojourn/v1/replicas"))["missing"] == [prefill.url]
 
 
 async def test_the_end_of_a_program_reaches_both_engines_that_know_it() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,16 +28,6 @@ def ends(it: RoutingCore, name: str, now: float, program_id: str | None = None) 
     return sends(it.take(routing_events.RequestFinished(name), now) + it.take(ended, now))
 
 
-def crowd(it: RoutingCore, replicas: int, waiting: int, sizes: Sequence[int]) -> None:
-    """Full replicas, and so many that wait."""
-    for number in range(replicas):
-        it.take(seen(f"e{number}"), 0.0)
-    number = 0
-    while len(it.waiting) < waiting:
-        it.take(asked(f"r{number}", sizes[number % len(sizes)], f"t{number % 7}"), 0.0)
-        number += 1
-
-
 @pytest.mark.parametrize(
     ("sharing", "sizes"), [(SharePolicy(), range(900, 200, -1)), (AgentFairShare(), range(200, 900))]
 )
@@ -48,7 +37,11 @@ def test_of_thousands_of_waiting_requests_only_eligible_ones_are_routed(
     route, asked_about = CapacityRouting.route, list[Any]()
     monkeypatch.setattr(CapacityRouting, "route", lambda *told: asked_about.append(told) or route(*told))
     it = core(sharing=sharing)
-    crowd(it, 16, 2_000, sizes)
+    for number in range(16):
+        it.take(seen(f"e{number}"), 0.0)
+    for number in range(2_100):
+        it.take(asked(f"r{number}", sizes[number % len(sizes)], f"t{number % 7}"), 0.0)
+    assert len(it.waiting) > 2_000
     asked_about.clear()
     name = next(iter(it.fleet.get("e3").in_flight))
     for fact in (

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 import pytest
-from routing_builders import build_core, seen
+from routing_builders import asked, build_core, seen
 from sojourn_server.policies.fairness_policies import AgentFairShare, UrgencyPreemption
 from sojourn_server.policies.routing_policies import (
     CapacityRouting,
@@ -23,13 +23,9 @@ from sojourn_server.routing.routing_events import (
 )
 
 
-def core(routing: Any, sharing: Any = None, **limits: Any) -> RoutingCore:
+def core(routing: Any, **limits: Any) -> RoutingCore:
     limits = {"lease_s": 1e6, **limits}
-    return build_core(routing, sharing=sharing or AgentFairShare(), preemption=UrgencyPreemption(), **limits)
-
-
-def asked(name: str, tenant: str, tokens: int = 100, **more: Any) -> routing_events.RequestReceived:
-    return routing_events.RequestReceived(name, tenant, tokens, **{"program_id": name, **more})
+    return build_core(routing, sharing=AgentFairShare(), preemption=UrgencyPreemption(), **limits)
 
 
 def sends(actions: list[Any]) -> list[tuple[str, str]]:
@@ -46,9 +42,9 @@ def sent_in_turn(it: RoutingCore, light: int, most: int) -> list[str]:
         it.take(seen(name), 0.0)
     running: deque[tuple[str, str]] = deque()
     for number in range(10_000):
-        running += [(one, "flood") for one, _ in sends(it.take(asked(f"f{number}", "flood"), 0.0))]
+        running += [(one, "flood") for one, _ in sends(it.take(asked(f"f{number}", tenant="flood"), 0.0))]
     assert len(running) == 40
-    it.take(asked("l0", "light"), 1.0)
+    it.take(asked("l0", tenant="light"), 1.0)
     asked_for, now, order = 1, 1.0, []
     while len(order) < most and asked_for <= light:
         now += 0.05
@@ -61,7 +57,7 @@ def sent_in_turn(it: RoutingCore, light: int, most: int) -> list[str]:
             running.append((one, tenant))
             order.append(tenant)
             if tenant == "light":
-                it.take(asked(f"l{asked_for}", "light"), now)
+                it.take(asked(f"l{asked_for}", tenant="light"), now)
                 asked_for += 1
     return order
 
@@ -81,7 +77,7 @@ def test_requests_of_no_program_have_the_least_share_and_not_none() -> None:
     it = core(SessionAffinityRouting(), send_below_load=1.0)
     it.take(seen("a"), 0.0)
     for number in range(30):
-        it.take(asked(f"f{number}", "busy"), 0.0)
+        it.take(asked(f"f{number}", tenant="busy"), 0.0)
     it.take(routing_events.RequestReceived("stranger", "curl", 100), 0.0)
     it.take(routing_events.Tick(), 0.1)
     assert it.strategy.tenants.shares["curl"] == pytest.approx(0.5)
@@ -90,7 +86,7 @@ def test_requests_of_no_program_have_the_least_share_and_not_none() -> None:
 
 def worked(it: RoutingCore) -> RoutingCore:
     """A turn takes 60 s, as the core knows by now."""
-    it.take(asked("before", "before"), 0.0)
+    it.take(asked("before", tenant="before"), 0.0)
     it.take(routing_events.RequestFinished("before", 1), 60.0)
     it.take(routing_events.ProgramEnded("before", "before"), 60.0)
     return it
@@ -101,8 +97,8 @@ def test_a_deadline_makes_no_program_more_urgent_than_computing_without_pause(la
     it = core(RoundRobinRouting(), usual_life_s=60.0)
     it.take(seen("a", capacity_tokens=10**6), 0.0)
     worked(it)
-    it.take(asked("honest", "honest", deadline_s=100.0 + 60.0), 100.0)
-    it.take(asked("liar", "liar", deadline_s=100.0 + 60.0 - late_s), 100.0)
+    it.take(asked("honest", tenant="honest", deadline_s=100.0 + 60.0), 100.0)
+    it.take(asked("liar", tenant="liar", deadline_s=100.0 + 60.0 - late_s), 100.0)
     it.take(routing_events.Tick(), 100.0)
     assert it.strategy.tenants.shares == {"honest": pytest.approx(0.5), "liar": pytest.approx(0.5)}
     it.take(routing_events.Tick(), 150.0)
@@ -114,9 +110,9 @@ def test_no_more_of_a_tenants_programs_count_than_are_computed_at_once(max_runni
     it = core(RoundRobinRouting(), usual_life_s=60.0)
     it.take(seen("a", capacity_tokens=10**6, max_running=max_running), 0.0)
     worked(it)
-    it.take(asked("one", "one", deadline_s=0.0), 100.0)
+    it.take(asked("one", tenant="one", deadline_s=0.0), 100.0)
     for number in range(150):
-        it.take(asked(f"m{number}", "many", deadline_s=0.0), 100.0)
+        it.take(asked(f"m{number}", tenant="many", deadline_s=0.0), 100.0)
     for tenth in range(10):
         it.take(routing_events.Tick(), 100.0 + tenth / 10)
     assert it.strategy.tenants.shares["many"] == pytest.approx(0.05 + 0.9 * most / (most + 1))
@@ -126,10 +122,10 @@ def test_a_tenant_with_its_share_of_room_waits_for_its_own_programs() -> None:
     it = core(CapacityRouting())
     it.take(seen("a"), 0.0)
     for number in range(9):
-        it.take(asked(f"h{number}", "hoarder"), 0.0)
+        it.take(asked(f"h{number}", tenant="hoarder"), 0.0)
         it.take(routing_events.RequestFinished(f"h{number}"), 0.0)
-    it.take(asked("late", "hoarder", 200), 0.0)
-    it.take(asked("other", "other", 200), 1.0)
+    it.take(asked("late", 200, "hoarder"), 0.0)
+    it.take(asked("other", 200, "other"), 1.0)
     it.take(routing_events.Tick(), 1.0)
     assert len(it.waiting) == 2
     # Nothing is in flight; but the hoarder's programs have nine tenths of all room.
@@ -144,12 +140,12 @@ def blocked() -> RoutingCore:
     it = core(SessionAffinityRouting(most_load=math.inf), send_below_load=1.0)
     it.take(seen("a", max_running=2), 0.0)
     for tenant, deadline_s in (("calm", 1e6), ("urgent", 2.0)):
-        it.take(asked(tenant, tenant, deadline_s=deadline_s), 0.0)
+        it.take(asked(tenant, tenant=tenant, deadline_s=deadline_s), 0.0)
         it.take(routing_events.RequestFinished(tenant, 1), 1.0)
     for name in ("c0", "c1"):
-        assert sends(it.take(asked(name, "calm", deadline_s=1e6), 2.0)) == [(name, "a")]
+        assert sends(it.take(asked(name, tenant="calm", deadline_s=1e6), 2.0)) == [(name, "a")]
     it.take(routing_events.FirstByteSent("c0", "a"), 2.0)
-    assert it.take(asked("u", "urgent", program_id="urgent"), 2.0) == [], "it is at home at a"
+    assert it.take(asked("u", tenant="urgent", program_id="urgent"), 2.0) == [], "it is at home at a"
     return it
 
 
@@ -168,13 +164,13 @@ def test_a_calm_tenants_request_makes_way_for_an_urgent_one_after_half_a_second(
 def test_programs_make_way_for_one_that_needs_room() -> None:
     it = core(CapacityRouting())
     it.take(seen("a"), 0.0)
-    it.take(asked("first", "urgent", deadline_s=2.0), 0.0)
+    it.take(asked("first", tenant="urgent", deadline_s=2.0), 0.0)
     it.take(routing_events.RequestFinished("first", 1, "a"), 1.0)
     it.take(routing_events.ProgramEnded("first", "urgent"), 1.0)
     for at, name in enumerate(("c0", "c1", "c2")):
-        assert sends(it.take(asked(name, "calm", 300, deadline_s=1e6), 1.0 + at / 10)) == [(name, "a")]
+        assert sends(it.take(asked(name, 300, "calm", deadline_s=1e6), 1.0 + at / 10)) == [(name, "a")]
     it.take(routing_events.FirstByteSent("c2", "a"), 1.0)
-    assert it.take(asked("u", "urgent", 350, deadline_s=3.0), 1.0) == []
+    assert it.take(asked("u", 350, "urgent", deadline_s=3.0), 1.0) == []
     recall, send = it.take(routing_events.Tick(), 1.6)
     assert recall == RecallRequest("c1", "a"), (
         "the last sent of those that have not begun, and no more than needed"
@@ -191,15 +187,15 @@ def test_no_kv_is_thrown_away_to_make_room() -> None:
     it = core(CapacityRouting())
     it.take(seen("a"), 0.0)
     for at, name in enumerate(("c0", "c1", "c2")):
-        it.take(asked(name, "calm", 299, deadline_s=1e6), 0.0)
+        it.take(asked(name, 299, "calm", deadline_s=1e6), 0.0)
         it.take(routing_events.RequestFinished(name, 1, "a"), 1.0)
-        it.take(asked(f"{name}/2", "calm", 300, program_id=name), 1.0 + at / 10)
+        it.take(asked(f"{name}/2", 300, "calm", program_id=name), 1.0 + at / 10)
     it.take(seen("b", capacity_tokens=400), 1.3)
     for name, tokens in (("x", 60), ("other", 300)):
-        assert sends(it.take(asked(name, "calm", tokens, deadline_s=1e6), 1.3)) == [(name, "b")]
+        assert sends(it.take(asked(name, tokens, "calm", deadline_s=1e6), 1.3)) == [(name, "b")]
     it.take(routing_events.FirstByteSent("x", "b"), 1.3)
     it.take(routing_events.FirstByteSent("other", "b"), 1.3)
-    assert it.take(asked("u", "urgent", 350, deadline_s=3.0), 1.3) == []
+    assert it.take(asked("u", 350, "urgent", deadline_s=3.0), 1.3) == []
     assert it.take(routing_events.Tick(), 2.0) == [], "nowhere else is room for them"
     it.take(routing_events.RequestFinished("other"), 2.1)
     it.take(routing_events.ProgramEnded("other", "calm"), 2.1)
@@ -212,6 +208,6 @@ def test_no_request_is_preempted_twice() -> None:
     it = blocked()
     it.take(routing_events.Tick(), 2.6)
     assert sends(it.take(routing_events.RequestFinished("u", 1, "a"), 4.0)) == [("c1", "a")]
-    assert it.take(asked("u2", "urgent", program_id="urgent", deadline_s=5.0), 4.0) == []
+    assert it.take(asked("u2", tenant="urgent", program_id="urgent", deadline_s=5.0), 4.0) == []
     for tenth in range(20):
         assert it.take(routing_events.Tick(), 4.0 + tenth / 10) == []
