@@ -145,14 +145,16 @@ def test_a_vllm_that_is_missing_or_untested_is_refused_but_for_stock(monkeypatch
     assert "9.9.9" in failure("tiny", *member(tmp_path), "--policy", "stock", "--dry-run").message
 
 
-def test_a_port_in_use_fails_before_anything_is_loaded(monkeypatch):
+def test_a_port_in_use_fails_before_anything_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(serve_command, "make_model", lambda model: pytest.fail("loaded"))
     monkeypatch.setattr(serve_command.os, "execve", lambda *a: pytest.fail("started"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        error = failure("tiny", "--host", "127.0.0.1", "--port", port)
-    assert port in error.message
-    assert "--port" in error.next_step
+        pair = [*member(tmp_path), "--kv-listen", f"tcp:127.0.0.1:{port}", "--port", "0"]
+        for flags, named in (["--port", port], "--port"), (pair, "--kv-listen"):
+            error = failure("tiny", "--host", "127.0.0.1", *flags)
+            assert port in error.message
+            assert named in error.next_step
 
 
 def test_the_process_becomes_the_engine_and_keys_are_shown_nowhere(monkeypatch):

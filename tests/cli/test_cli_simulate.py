@@ -194,10 +194,14 @@ def test_a_run_without_bounds_says_that_it_may_be_long(
 # -- outputs -------------------------------------------------------------------------------------
 
 
-def test_unwritable_outputs_are_refused_before_the_run(tmp_path: Path, trace: Path) -> None:
+def test_unwritable_outputs_are_refused_before_the_run(
+    tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "is a folder" in refused(str(trace), "--json", str(tmp_path)).message
     assert "is a file" in refused(str(trace), "--plot", str(trace)).message
     assert "expected a name ending in" in refused(str(trace), "--save", str(tmp_path / "runs.txt")).message
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    assert "cannot write into" in refused(str(trace), "--save", str(tmp_path / "runs.json")).message
     assert [path.name for path in tmp_path.iterdir()] == ["mini.jsonl"]
 
 

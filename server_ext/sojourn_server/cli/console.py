@@ -125,12 +125,10 @@ def from_options(context: typer.Context, kind: Callable[..., _Settings], **other
     return kind(**{name: context.params[name] for name in names}, **others)
 
 
-def check_suffix(
-    option: str, path: Path, suffixes: Sequence[str], next_step: str = "change the name"
-) -> None:
+def check_suffix(flag: str, path: Path, suffixes: Sequence[str]) -> None:
     """Raise ``CliError`` if the name of a file to write has none of ``suffixes``."""
     if not path.name.endswith(tuple(suffixes)):
-        raise CliError(f"{option} {path}: expected a name ending in {' or '.join(suffixes)}", next_step)
+        raise CliError(f"{flag} {path}: expected a name ending in {' or '.join(suffixes)}", "change the name")
 
 
 def output_file(path: Any) -> Any:
@@ -142,6 +140,8 @@ def output_file(path: Any) -> Any:
             raise CliError(f"{path} is a folder", "name a file")
         if not folder.is_dir():
             raise CliError(f"{path}: there is no folder {folder}", f"mkdir -p {shlex.quote(str(folder))}")
+        if not Path(path).exists() and not os.access(folder, os.W_OK):
+            raise CliError(f"{path}: this user cannot write into {folder}", PLACE_STEP)
     return path
 
 

@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 
 import typer
 
+from ..kv_transfer.peer_transport import parse_address
 from ..launch import serve_command
 from ..launch.engine_flags import EngineFlags, InvalidOption, engine_workers, flag_name
 from ..launch.kv_options import KvOffloadOptions, PrefillDecodeOptions, check_machine
@@ -127,6 +128,8 @@ def serve(
             return
         if address is not None:
             check_free_port(*address, "another server may run there; choose a free port with --port")
+        if pair.any and not isinstance(listens := parse_address(pair.listen), str):
+            check_free_port(*listens, "give a free port and an address of this machine with --kv-listen")
     except InvalidOption as error:
         next_step = error.next_step or "see sojourn serve --help and vllm serve --help"
         if is_printed:
@@ -185,11 +188,9 @@ def _preset(policy: str, file: str | None, allowed_modules: str | None) -> Prese
         )
     if policy == serve_command.STOCK_POLICY:
         return None
-    return (
-        load_preset(policy)
-        if file is None
-        else read_preset(Path(file), allowed_modules=allowed_modules or "")
-    )
+    if file is None:
+        return load_preset(policy)
+    return read_preset(Path(file), allowed_modules=allowed_modules or "")
 
 
 def missing_vllm() -> CliError:
@@ -248,9 +249,8 @@ def make_model(name: str) -> str:
         return resolve_model(name)
     except (ModelError, OSError) as error:
         next_step = getattr(error, "next_step", "set SOJOURN_CACHE to a directory with 300 MB free")
-        raise CliError(
-            f"cannot make the model {name!r}: {getattr(error, 'message', error)}", next_step
-        ) from None
+        what = f"cannot make the model {name!r}: {getattr(error, 'message', error)}"
+        raise CliError(what, next_step) from None
 
 
 def _settings(pairs: list[str]) -> dict[str, Any]:

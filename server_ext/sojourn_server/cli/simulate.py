@@ -316,7 +316,7 @@ def _load_saved(path: Path, warm_up_s: float) -> tuple[SuiteResult, Provenance]:
 def _check_outputs(plot: Path | None, save: Path | None) -> None:
     """Raise ``CliError`` for a name that cannot be written, before minutes of simulation."""
     if save is not None:
-        check_suffix("--save", save, SUFFIXES, "name it runs.json.gz")
+        check_suffix("--save", save, SUFFIXES)
     if plot is not None and plot.is_file():
         raise CliError(f"{plot} is a file", "name a folder")
     if plot is not None and find_spec("matplotlib") is None:
