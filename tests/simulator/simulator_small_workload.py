@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from sojourn_server.simulator.latency.latency_models import StepWork
 from sojourn_server.simulator.run_log import RunLog, TurnLog
@@ -176,11 +176,6 @@ def _crowded_program(rng: random.Random, number: int) -> SmallProgram:
             )
         )
     return SmallProgram(instance_id=f"p{number}", turns=turns, arrival_s=number * 0.2, number=number)
-
-
-def copied_workload(loop: SmallLoop) -> SmallLoop:
-    """A copy of the workload that a test can change."""
-    return SmallLoop([replace(p, turns=[replace(turn) for turn in p.turns]) for p in loop.programs])
 
 
 def turns(log: RunLog) -> list[TurnLog]:

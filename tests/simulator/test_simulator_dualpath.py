@@ -1,4 +1,4 @@
-"""benchmarks/dualpath: a turn by hand, nothing lost, the paper's constants, and the script of the page."""
+"""benchmarks/dualpath: a turn by hand, nothing lost, and the paper's constants."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from script_modules import ROOT, load_script
+from script_modules import load_script
 from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
 
-figures = load_script("benchmarks/dualpath/figures.py")
+load_script("benchmarks/dualpath/figures.py")
 cluster, simulated = sys.modules["pd_cluster"], sys.modules["pd_simulation"]
 PD_MODELS, PdMachine, TurnShape = cluster.PD_MODELS, cluster.PdMachine, cluster.TurnShape
 
@@ -106,10 +106,3 @@ def test_the_products_defaults_are_those_of_the_simulation() -> None:
     assert (rules.short_queue_s, rules.most_tokens_s) == (usual.short_queue_s, usual.most_tokens_s)
     # 14,800 output tokens a second on a node of eight, at 21 a second for each of 88 users of a device.
     assert 8 * 88 / (model.decode_step_s + 88 * model.decode_request_s) == pytest.approx(14_800, rel=0.01)
-
-
-def test_the_page_names_the_script_that_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [figures.__file__, "--only", "links"])
-    script, *options = figures.Result("name", "Title").made.command.split()
-    assert (ROOT / "benchmarks" / script).samefile(figures.__file__)
-    assert options == ["--only", "links"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 
 import pytest
 
@@ -38,13 +37,6 @@ STEP_S = 0.005
 """Duration of the shortest step, by which a time to first token may differ."""
 
 
-def closed_loop(programs: Sequence[SmallProgram]) -> SmallLoop:
-    """Keeps ``AT_ONCE`` programs in the engine until all have been started."""
-    loop = SmallLoop(list(programs[:AT_ONCE]))
-    loop.following = iter(programs[AT_ONCE:])
-    return loop
-
-
 @functools.cache
 def scaled_programs(workload: str, most_turns: int) -> tuple[SmallProgram, ...]:
     """The workload's programs with shorter contexts, in the same proportions."""
@@ -71,7 +63,11 @@ def scaled_programs(workload: str, most_turns: int) -> tuple[SmallProgram, ...]:
 
 
 def played(policy: str, workload: str, most_turns: int, blocks: int) -> RunLog:
-    return SmallRun(policy, closed_loop(scaled_programs(workload, most_turns)), blocks=blocks).log
+    """Keeps ``AT_ONCE`` programs in the engine until all have been started."""
+    programs = scaled_programs(workload, most_turns)
+    loop = SmallLoop(list(programs[:AT_ONCE]))
+    loop.following = iter(programs[AT_ONCE:])
+    return SmallRun(policy, loop, blocks=blocks).log
 
 
 @functools.cache

@@ -41,7 +41,6 @@ def test_a_name_is_a_routing_an_engine_or_both(name: str, found: str) -> None:
     [
         ("sagga/stock", "sagga/stock: unknown routing 'sagga'; expected ROUTING/ENGINE or one of"),
         ("prefix-afinity", "did you mean 'prefix-affinity'?"),
-        ("sagga/stock", "did you mean 'saga'?"),
         ("random/stok", "unknown policy 'stok'; expected one of"),
         ("random/stok", "did you mean 'stock'?"),
         ("saga/thunderagent", "thunderagent has its own router"),

@@ -1,11 +1,19 @@
-"""Programs as a client plays them: what fits, what runs in the gaps, which sub-agents come when."""
+"""Programs as a client plays them: what fits, what runs in the gaps, who comes when."""
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from typing import Any
 
 import pytest
 from sojourn.ids import id_problem
+from sojourn_server.simulator.workloads.arrival_processes import (
+    ArrivalProcess,
+    closed_loop,
+    finite_closed_loop,
+    open_loop,
+)
 from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlan, ProgramPlanner
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn
 
@@ -147,3 +155,49 @@ def test_ids_that_the_wire_refuses_get_a_digest(start: str) -> None:
 def test_missing_timing_is_said() -> None:
     planner = ProgramPlanner([program("p", turn(1), turn(2))])
     assert planner.notes == ["no gap takes any time: the trace has no timing, or the options took it away"]
+
+
+# -- Arrivals: who, when, in which order, and that neither policy nor chance changes it.
+
+
+def planner_of(count: int) -> ProgramPlanner:
+    return ProgramPlanner([program(f"p{number}") for number in range(count)])
+
+
+def test_a_closed_loop_keeps_n_going_for_ever() -> None:
+    loop = closed_loop(planner_of(3), 2, seed=1, stagger_s=0.5)
+    first = list(loop.initial)
+    assert [at_s for at_s, _ in first] == [0.0, 0.5]
+    played = [*(plan for _, plan in first), *itertools.islice(loop.following, 10)]
+    passes = [{plan.trace_id for plan in played[i : i + 3]} for i in range(0, 12, 3)]
+    assert passes == [{"p0", "p1", "p2"}] * 4, "each once before any again"
+    assert [plan.instance_id[-2:] for plan in played] == ["@0"] * 3 + ["@1"] * 3 + ["@2"] * 3 + ["@3"] * 3
+    assert len({tuple(plan.prompt(0)) for plan in played}) == 12
+
+
+def names(loop: ArrivalProcess) -> list[str]:
+    return [plan.trace_id for _, plan in loop.initial]
+
+
+def test_the_order_is_the_seeds() -> None:
+    programs = planner_of(30)
+    order = names(closed_loop(programs, 30, 7))
+    assert order == names(closed_loop(programs, 30, 7)) == names(open_loop(programs, 1.0, 30, 7))
+    assert order != names(closed_loop(programs, 30, 8))
+
+
+@pytest.mark.parametrize("burst", [1, 10])
+def test_poisson_arrivals_have_the_rate_and_are_as_many_as_asked_for(burst: int) -> None:
+    loop = open_loop(planner_of(40), 2.0, 5000, seed=3, burst=burst)
+    times = [at_s for at_s, _ in loop.initial]
+    assert [times.count(at_s) for at_s in dict.fromkeys(times)] == [burst] * (5000 // burst)
+    gaps = [b - a for a, b in itertools.pairwise([0.0, *dict.fromkeys(times)])]
+    assert statistics.mean(gaps) == pytest.approx(0.5 * burst, rel=0.1)
+    assert statistics.stdev(gaps) == pytest.approx(0.5 * burst, rel=0.1)
+    assert next(loop.following, None) is None
+
+
+def test_a_finite_loop_plays_each_program_once_and_in_order() -> None:
+    loop = finite_closed_loop(planner_of(5), 2, stagger_s=0.5)
+    assert [(at_s, plan.trace_id) for at_s, plan in loop.initial] == [(0.0, "p0"), (0.5, "p1")]
+    assert [plan.trace_id for plan in loop.following] == ["p2", "p3", "p4"]

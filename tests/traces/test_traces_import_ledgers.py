@@ -10,7 +10,6 @@ import pytest
 from sojourn_server.metrics.turn_ledger import LossCause, TokenSplit, TurnRecord
 from sojourn_server.traces.imports.ledger_import import read_ledgers
 from sojourn_server.traces.prompt_builder import plan_turns
-from sojourn_server.traces.trace_file import read_trace, write_trace
 from sojourn_server.traces.trace_schema import TraceError, TraceToolRun
 
 
@@ -149,16 +148,3 @@ def test_what_is_no_ledger_is_named_in_one_line(tmp_path: Path, documents: list[
         read_ledgers([path])
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
-def test_what_is_written_is_read_again_and_is_the_same_bytes(tmp_path: Path, name: str) -> None:
-    programs = read_ledgers([write(tmp_path / "p.json", answer(*RUN))]).programs
-    path = tmp_path / name
-    assert write_trace(path, programs) == 1
-    first = path.read_bytes()
-    assert list(read_trace(path)) == programs
-    write_trace(path, programs)
-    assert path.read_bytes() == first
-    assert (first[:2] == b"\x1f\x8b") == name.endswith(".gz")
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["p.json", name])

@@ -53,8 +53,8 @@ def test_each_relation_holds_exactly() -> None:
 def test_what_is_computed_again_are_whole_blocks_of_the_kept_prefix() -> None:
     plans = plan_turns(APPENDING)
     # Nothing before the first; 1,049 of 1,050 tokens have KV; 1,250, 256 and 320 are kept.
-    assert [recomputed_tokens(plans, turn, 0, SIZE) for turn in range(5)] == [0, 1040, 1248, 256, 320]
-    assert [recomputed_tokens(plans, turn, 300, SIZE) for turn in range(5)] == [0, 740, 948, 0, 20]
+    assert [recomputed_tokens(plans, turn, 0, 50) for turn in range(5)] == [0, 1000, 1250, 250, 300]
+    assert [recomputed_tokens(plans, turn, 300, 50) for turn in range(5)] == [0, 700, 950, 0, 0]
 
 
 def test_a_conversation_that_returns_continues_its_own_prompt() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.traces.trace_file import read_trace
+from sojourn_server.traces.trace_file import read_trace, write_trace
 from sojourn_server.traces.trace_schema import ASSUMED_DECODE_S, TraceError, TraceToolRun, TraceTurn
 
 
@@ -31,7 +31,7 @@ def write(path: Path, *programs: Any) -> Path:
     return path
 
 
-def test_plain_and_gzipped_are_the_same_and_unknown_fields_are_ignored(tmp_path: Path) -> None:
+def test_plain_and_gzipped_are_the_same_also_written_and_unknown_fields_are_ignored(tmp_path: Path) -> None:
     tools = [{"name": "bash", "cmd": "ls", "s": 0.5, "res_chars": 7, "err": 1}]
     lines = [program("a", provider="x", estimated=[]), program("b", turns=[turn(tools=tools, hash_lcp=3)])]
     plain = write(tmp_path / "t.jsonl", *lines)
@@ -44,6 +44,13 @@ def test_plain_and_gzipped_are_the_same_and_unknown_fields_are_ignored(tmp_path:
     assert programs[1].turns[0].tools == (TraceToolRun(name="bash", cmd="ls", s=0.5),)
     assert programs[0].max_context_tokens == 160
     assert list(read_trace(packed)) == list(read_trace(misnamed)) == programs
+    for path in (plain, packed):
+        assert write_trace(path, programs) == 2
+        written = path.read_bytes()
+        assert list(read_trace(path)) == programs
+        write_trace(path, programs)
+        assert path.read_bytes() == written, "the same bytes again"
+        assert (written[:2] == b"\x1f\x8b") == (path == packed)
 
 
 def test_lines_are_read_when_they_are_needed(tmp_path: Path) -> None:
