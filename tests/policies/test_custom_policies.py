@@ -154,9 +154,6 @@ def test_a_module_that_cannot_be_loaded_is_reported_and_not_cached(tmp_path: Pat
         read_preset(path)
     (tmp_path / "mine.py").write_text(MINE)
     assert read_preset(path).admission.seconds == 1.0
-
-
-def test_a_file_that_is_not_there_is_reported(tmp_path: Path) -> None:
     with pytest.raises(PresetError, match="No such file"):
         read_preset(tmp_path / "none.toml")
 

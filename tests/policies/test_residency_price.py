@@ -236,18 +236,17 @@ def test_a_small_program_waits_for_seconds_for_the_growth_of_others(
 # -- room to grow --------------------------------------------------------------------------------
 
 
-def test_growth_is_reserved_where_an_eviction_means_computing_again() -> None:
+def test_growth_is_reserved_on_the_device_for_a_time_after_kv_was_lost() -> None:
     resident, waiting = program("a", DEVICE, REASONING, 10, peak=20), program("b", WAITING, READY, 5)
-    assert answer(resident, waiting) == {}, "10 + 0.7 · 10 + 5 > 20"
-    assert "b" in answer(resident, waiting, host=20, load_s=0.01)
-    assert "b" in answer(resident, waiting, policy={"reserve": 0.5})
-
-
-def test_growth_is_reserved_on_the_device_only_after_kv_was_lost() -> None:
-    resident, waiting = program("a", DEVICE, REASONING, 10, peak=20), program("b", WAITING, READY, 5)
-    for lost_s, enters in ((float("-inf"), True), (NOW, False), (NOW - 100.0, False), (NOW - 400.0, True)):
-        # 100 s later 10 + 0.7 · 5/6 · 10 + 5 > 20; 400 s later 10 + 0.7 · 1/3 · 10 + 5 < 20
-        assert ("b" in answer(resident, waiting, shortage_s=lost_s)) is enters
+    for view, enters in (
+        ({}, False),  # 10 + 0.7 · 10 + 5 > 20
+        ({"policy": {"reserve": 0.5}}, True),
+        ({"host": 20, "load_s": 0.01}, True),  # an eviction does not mean computing again
+        ({"shortage_s": float("-inf")}, True),
+        ({"shortage_s": NOW - 100.0}, False),  # 10 + 0.7 · 5/6 · 10 + 5 > 20
+        ({"shortage_s": NOW - 400.0}, True),  # 10 + 0.7 · 1/3 · 10 + 5 < 20
+    ):
+        assert ("b" in answer(resident, waiting, **view)) is enters, view
 
 
 def test_over_capacity_acting_programs_leave_before_reasoning_ones() -> None:
@@ -263,24 +262,19 @@ def test_over_capacity_acting_programs_leave_before_reasoning_ones() -> None:
 # -- order and bounds ----------------------------------------------------------------------------
 
 
-def test_returning_programs_enter_before_new_ones_in_the_order_of_arrival() -> None:
+def test_saved_contexts_enter_before_dropped_ones_and_new_programs_each_in_the_order_of_arrival() -> None:
     line = [
         program("new", WAITING, READY, 5, arrived_s=1.0),
-        program("later", WAITING, READY, 5, arrived_s=3.0, returning=True),
-        program("earlier", WAITING, READY, 5, arrived_s=2.0, returning=True),
+        program("dropped, later", WAITING, READY, 5, arrived_s=3.0, returning=True),
+        program("dropped", WAITING, READY, 5, arrived_s=2.0, returning=True),
+        program("saved, later", HOST, READY, 5, arrived_s=5.0, returning=True),
+        program("saved", HOST, READY, 5, arrived_s=4.0, returning=True),
     ]
-    assert list(answer(*line, device=10)) == ["earlier", "later"]
-
-
-def test_a_context_in_host_memory_enters_before_one_that_was_dropped() -> None:
-    line = [
-        program("dropped", WAITING, READY, 5, arrived_s=1.0, returning=True),
-        program("later", HOST, READY, 5, arrived_s=3.0, returning=True),
-        program("earlier", HOST, READY, 5, arrived_s=2.0, returning=True),
-    ]
-    assert list(answer(*line, device=10, host=10)) == ["earlier", "later"]
+    order = [name.program_id for name in reversed(line)]
+    for places in (1, 2, 3, 4, 5):
+        assert list(answer(*line, device=5 * places, host=10)) == order[:places]
     overdue = program("dropped", WAITING, READY, 5, arrived_s=1.0, returning=True, since_s=NOW - 3601.0)
-    assert "dropped" in answer(overdue, *line[1:], device=10, host=10), "not for ever"
+    assert "dropped" in answer(overdue, *line[3:], device=10, host=10), "not for ever"
 
 
 # -- room in all tiers ---------------------------------------------------------------------------
@@ -428,20 +422,6 @@ def test_one_new_program_enters_while_the_others_run_tools() -> None:
     assert [name for name, move in moves.items() if move.to is DEVICE] == ["b0"], (
         "the next would take turns from it"
     )
-
-
-def test_a_program_without_room_in_all_tiers_is_overdue_later() -> None:
-    full = [
-        program("r", DEVICE, REASONING, 20),
-        program("h", HOST, ACTING, 20, gap_durations_s=(5.0,), gap_since_s=NOW, rebuild_s=100.0),
-    ]
-    for waited_s, leaves in ((301.0, False), (3599.0, False), (3601.0, True)):
-        new = program("b", WAITING, READY, 10, since_s=NOW - waited_s)
-        moves = answer(*full, new, host=20, load_s=0.01)
-        assert ("r" in moves) is leaves, "its turn makes room"
-    # One with a saved context does not wait for longer.
-    saved = program("s", HOST, READY, 20, since_s=NOW - 301.0, returning=True)
-    assert "r" in answer(full[0], saved, host=20, load_s=0.01)
 
 
 def test_of_several_dropped_programs_one_a_minute_passes_the_contexts_below() -> None:

@@ -98,7 +98,6 @@ def test_each_dialect_is_read(text: str, expected: list[str]) -> None:
         ("shell", {"command": ["bash", "-lc", "cd x && pytest -q"], "workdir": "/x"}, "shell:pytest"),
         ("shell", {"command": ["/usr/bin/git", "status"]}, "shell:git"),
         ("update_plan", {"plan": [{"step": "bash", "status": "pending"}]}, "update_plan"),
-        ("bash", {"command": "make -j2", "description": "Build", "timeout": 9}, "bash:make"),
         ("run_shell_command", {"command": "go test ./...", "is_background": False}, "run_shell_command:go"),
         ("run_shell_command", {"command": "go run .", "is_background": "true"}, "run_shell_command"),
         ("developer__shell", {"command": "cargo build"}, "developer__shell:cargo"),
