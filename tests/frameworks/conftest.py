@@ -4,7 +4,6 @@ engine's environment has only what ``HERE_TOO`` needs; the other files are passe
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import sys
@@ -63,8 +62,3 @@ def server() -> Iterator[FakeServer]:
     """A server that answers by ``server.script``; give it the script before the first request."""
     with FakeServer() as fake:
         yield fake
-
-
-def run(coroutine):
-    """``asyncio.run``, for tests whose point is a fresh event loop."""
-    return asyncio.run(coroutine)

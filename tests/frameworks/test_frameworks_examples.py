@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import os
 import subprocess
@@ -165,16 +164,6 @@ def case(request: pytest.FixtureRequest) -> tuple[str, Case]:
     if missing:
         pytest.skip(f"{', '.join(missing)} is in another environment")
     return request.param, case
-
-
-@pytest.mark.parametrize("name", [*CASES, SERVICE])
-def test_an_example_is_short_and_marked(name: str) -> None:
-    source = (EXAMPLES / name).read_text(encoding="utf-8")
-    assert len(source.splitlines()) < 110
-    assert 2 <= sum(MARK in line for line in source.splitlines()) <= 4
-    assert "sojourn serve" in (ast.get_docstring(ast.parse(source)) or "")
-    rest = ast.parse(plain(name))
-    assert not [node for node in ast.walk(rest) if isinstance(node, ast.Name) and node.id == "sojourn"]
 
 
 def plain(name: str) -> str:

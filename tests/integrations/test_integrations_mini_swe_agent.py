@@ -69,7 +69,6 @@ def test_instrument_reaches_every_agent_once(tmp_path: Path) -> None:
             sojourn.init(server.url, dialect="sojourn")  # again, in the middle of the run
             return super().step()
 
-    before = DefaultAgent.__init__, DefaultAgent.run
     with FakeServer([TRUE, SUBMIT]) as server:
         sojourn.init(server.url)
         mini_swe_agent.instrument()
@@ -77,8 +76,6 @@ def test_instrument_reaches_every_agent_once(tmp_path: Path) -> None:
         assert sojourn.flush(60)
     assert [event.agent_type for event in told(server, ProgramStart)] == ["Custom"] * 2  # to each session
     assert len(told(server, ToolStart)) == 2
-    mini_swe_agent.uninstrument()
-    assert (DefaultAgent.__init__, DefaultAgent.run) == before
 
 
 def test_uninstrument_reaches_agents_that_exist(tmp_path: Path) -> None:
