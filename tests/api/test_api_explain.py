@@ -12,7 +12,7 @@ from sojourn.wire_events import ToolStart, ToolStop
 from sojourn_server.api.response_merging import merge_program
 from sojourn_server.core.events_and_actions import TurnFinishReason
 from sojourn_server.core.scheduler_state import SchedulerLimits
-from sojourn_server.metrics.turn_explanation import Explanation, decision_lines, explain, move_in_words
+from sojourn_server.metrics.turn_explanation import Explanation, explain, move_in_words
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.placement.placement_policy import MoveReason
 from virtual_engine import BASH, TOOL, VirtualEngine, prompt
@@ -216,19 +216,3 @@ def test_each_reason_of_a_move_is_told_in_words(reason: str) -> None:
     words = [why for kind in kinds if (why := move_in_words(kind, reason).partition(": ")[2])]
     assert words
     assert not any(reason in why.split() for why in words)
-
-
-def test_decisions_are_lines_in_words() -> None:
-    keep = {"at_s": 0.5, "program_id": "a", "kind": "keep"}
-    assert decision_lines([
-        {**keep, "seq": 3, "reason": "not_worth_it", "ttl_s": 0},
-        {**keep, "seq": 4, "reason": "ttl", "ttl_s": 2.5},
-        {**keep, "seq": 5, "reason": "policy_off", "ttl_s": 0},
-        {**keep, "seq": 6, "kind": "to_host", "reason": "exchange", "price": 0.25},
-    ]) == [
-        "decision 3: no lease (not_worth_it) ttl_s=0",
-        "decision 4: keep (ttl) ttl_s=2.5",
-        "decision 6: went to host memory: its tool ran, and a ready program needed its place "
-        "(to_host, exchange) price=0.25",
-        "terms: price = progress gained per second and block by the program that enters",
-    ]  # fmt: skip

@@ -60,16 +60,17 @@ def test_a_delta_has_what_changed_and_what_is_held() -> None:
 
 
 class Source:
-    """Says at each call that one more program has changed."""
+    """Says at each call that one more program has changed. A frame takes ``spent_s`` of an engine's CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, spent_s: float = 0.0) -> None:
+        self.spent_s = spent_s
         self.asked: list[float | None] = []
 
     async def take(self, changed_within_s: float | None) -> SourceFrame:
         self.asked.append(changed_within_s)
         row = msgspec.structs.replace(BLANK, program_id=f"p{len(self.asked)}", tenant="t")
         other = msgspec.structs.replace(BLANK, program_id="other", tenant="u", turns=len(self.asked))
-        engine = EngineRow(engine="0", now_s=1.0, turns=7)
+        engine = EngineRow(engine="0", now_s=1.0, turns=7, spent_s=self.spent_s)
         return SourceFrame([engine], [row, other], len(self.asked) + 1)
 
 
@@ -136,27 +137,8 @@ async def test_a_stream_ends_with_its_server_and_after_three_failures() -> None:
     assert len(source.asked) == 3
 
 
-class Costly(Source):
-    """A source whose frames take so many CPU seconds of an engine, and whose answers can be held back."""
-
-    def __init__(self, spent_s: float = 0.0) -> None:
-        super().__init__()
-        self.spent_s = spent_s
-        self.go = asyncio.Event()
-        self.go.set()
-        self.at_once = self.most_at_once = 0
-
-    async def take(self, changed_within_s: float | None) -> SourceFrame:
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
-        found = await super().take(changed_within_s)
-        await self.go.wait()
-        self.at_once -= 1
-        return found._replace(engines=[msgspec.structs.replace(found.engines[0], spent_s=self.spent_s)])
-
-
 async def test_who_asks_once_in_a_loop_shares_frames_and_costs_at_most_a_hundredth_of_a_core() -> None:
-    now, source = [0.0], Costly(0.02)
+    now, source = [0.0], Source(spent_s=0.02)
     hub = LiveHub(source, interval_s=0.02, clock=lambda: now[0])
     answers = {bytes((await hub.once(Audience())).body) for _ in range(100)}
     assert (len(answers), source.asked) == (1, [None])

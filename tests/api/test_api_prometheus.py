@@ -7,10 +7,12 @@ import json
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from api_test_engines import ScriptedEngine
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,32 +21,26 @@ from sojourn_server.api.engine_rpc import EngineError
 from sojourn_server.api.prometheus_bridge import PrometheusBridge, drain_once, poll_forever
 from sojourn_server.metrics.metric_catalog import ENGINE_LABEL, METRIC_CATALOG, MetricKind
 from sojourn_server.metrics.metrics_recorder import MetricsRecorder
+from waiting import wait_until_async
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 Gauges = dict[str, list[tuple[dict[str, str], float]]]
 
 
-class CountingEngine:
-    """An engine that does nothing but keep a recorder; answers across a pause, as over a socket."""
+class CountingEngine(ScriptedEngine):
+    """An engine that does nothing but keep a recorder."""
 
     def __init__(self) -> None:
+        super().__init__({})
         self.recorder = MetricsRecorder(strict=True)
         self.gauges: Gauges = {}
         self.errors: list[Exception] = []
-        self.polled = 0
 
-    def engine_ids(self) -> Sequence[str]:
-        return ["0"]
-
-    async def call(self, op: str, payload: str) -> list[str]:
+    def _answer(self, answers: Any, op: str, asked: Any) -> Any:
         assert op == "drain_metrics"
-        self.polled += 1
         if self.errors:
             raise self.errors.pop(0)
-        await asyncio.sleep(0)
-        answer = json.dumps(self.recorder.drain(self.gauges))
-        await asyncio.sleep(0)
-        return [answer]
+        return self.recorder.drain(self.gauges)
 
 
 def families_of(text: str) -> dict[str, Metric]:
@@ -139,8 +135,7 @@ async def test_polling_goes_on_after_failures(monkeypatch: pytest.MonkeyPatch) -
     engine.recorder.count("sojourn_client_silent_total", 4)
     bridge = PrometheusBridge(registry)
     poller = asyncio.create_task(poll_forever(weakref.ref(engine), bridge, interval_s=0.001))
-    while engine.polled < 4:
-        await asyncio.sleep(0.001)
+    await wait_until_async(lambda: len(engine.calls) >= 4)
     poller.cancel()
     assert value(scrape(registry), "sojourn_client_silent_total") == 4
 
@@ -149,8 +144,7 @@ async def test_polling_ends_with_the_engine() -> None:
     engine = CountingEngine()
     bridge = PrometheusBridge(CollectorRegistry())
     poller = asyncio.create_task(poll_forever(weakref.ref(engine), bridge, interval_s=0.001))
-    while not engine.polled:
-        await asyncio.sleep(0.001)
+    await wait_until_async(engine.calls.__len__)
     del engine
     await asyncio.wait_for(poller, 60)
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from cli_process import invoke, refused
 from live_frames import frame, row
-from rich.console import Console
+from rich.console import Console, RenderableType
 from sojourn_server.cli.explain import explanation_view
 from sojourn_server.metrics.live_frame import ProgramRow
 from sojourn_server.metrics.turn_explanation import Explanation, decision_lines
@@ -38,15 +38,19 @@ FOUND = {
 }
 
 
-def shown(**changes: Any) -> str:
-    """What a console of 100 columns prints of the explanation."""
+def shown(view: RenderableType) -> str:
+    """What a console of 100 columns prints of it."""
     out = io.StringIO()
-    Console(file=out, width=100).print(explanation_view(msgspec.convert({**FOUND, **changes}, Explanation)))
+    Console(file=out, width=100).print(view)
     return out.getvalue()
 
 
+def explanation(**changes: Any) -> RenderableType:
+    return explanation_view(msgspec.convert({**FOUND, **changes}, Explanation))
+
+
 def test_the_table_has_phases_tokens_losses_and_hints() -> None:
-    text = shown()
+    text = shown(explanation())
     for part in (
         "[red]a",
         "lost: expired",
@@ -59,7 +63,7 @@ def test_the_table_has_phases_tokens_losses_and_hints() -> None:
     ):
         assert part in text
     assert "\x1b" not in text
-    assert "at the decode engine, not measured here" in shown(outcome="prefilled")
+    assert "at the decode engine, not measured here" in shown(explanation(outcome="prefilled"))
 
 
 def answers(*programs: ProgramRow, untracked_requests: int = 0, **explanation: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from typing import Any
 
@@ -12,16 +11,15 @@ import pytest
 from cli_process import invoke, refused
 from live_frames import frame, row
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 from sojourn_server.cli.cli_error import CliError
-from sojourn_server.cli.explain import explanation_view, turn_table
+from sojourn_server.cli.explain import turn_table
 from sojourn_server.cli.live_client import LiveClient
 from sojourn_server.cli.top import explanation_of
 from sojourn_server.cli.top_view import COLUMNS, SORTABLE, TopView, shows_leases, sorted_programs
 from sojourn_server.metrics.live_frame import LiveFrame
-from sojourn_server.metrics.turn_explanation import Explanation
-from test_cli_explain import FOUND
+from test_cli_explain import FOUND, explanation, shown
 from waiting import wait_until_async
 
 HOSTILE = "<img onerror=x>[bold]\n\x1b[31m" + "x" * 200
@@ -160,8 +158,7 @@ def test_a_programs_turns_are_a_table(serve: Any) -> None:
     client = LiveClient("http://h")
     text = shown(explanation_of(client, "a/b"))
     assert server.asked[-1].url.raw_path == b"/sojourn/v1/programs/a%2Fb/explain"
-    said = shown(explanation_view(msgspec.convert(FOUND, Explanation)))
-    assert text.startswith(f"{said}\nacting (its tool runs, or it is idle), 4 turns"), (
+    assert text.startswith(f"{shown(explanation())}\nacting (its tool runs, or it is idle), 4 turns"), (
         "as sojourn explain says it"
     )
     server.answers["/sojourn/v1/programs/a/b/explain"] = {"text": "another release"}
@@ -174,13 +171,6 @@ def test_a_programs_turns_are_a_table(serve: Any) -> None:
     assert (
         "   4   0.5s    2.0s   3.0s   5.0k   1.0k  4.0k evicted 4.0k, taken by rival, bash:pytest 74s" in text
     )
-
-
-def shown(view: RenderableType) -> str:
-    """What a console of 100 columns prints of it."""
-    out = io.StringIO()
-    Console(file=out, width=100).print(view)
-    return out.getvalue()
 
 
 # -- the full screen -----------------------------------------------------------------------

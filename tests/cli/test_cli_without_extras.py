@@ -10,13 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import tomllib
 from sojourn.testing import FakeServer
 from sojourn_server.cli import COMMAND_LINE_PACKAGES, EXTRAS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
