@@ -21,7 +21,7 @@ from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
 from sojourn_server.kv_offload.disk_tier import TierLimits
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.kv_offload.kv_pages import KvPages, page_views
-from sojourn_server.kv_offload.offload_jobs import OffloadJobs
+from sojourn_server.kv_offload.offload_jobs import OffloadJobs, OffloadResults
 from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler
 from sojourn_server.kv_offload.offload_worker import DeviceBackend, OffloadWorker
 from sojourn_server.kv_offload.shared_store import HEADER_BYTES, FileSystem, SharedStore
@@ -92,6 +92,8 @@ class Engine:
             TierLimits(host_slots=slots, disk_blocks=disk_blocks if folder is not None else 0, **limits)
         )
         self.mover = OffloadWorker(self.device, self.disk)
+        self.results: list[OffloadResults] = []
+        """The worker's reports, of each step one."""
 
     # -- the device's blocks
 
@@ -129,8 +131,8 @@ class Engine:
         self.planner.end_loads(loaded, invalid)
         if self.cuda is not None:
             self.cuda.run_some(30)
-        self.results = self.mover.take_results()
-        self.planner.take_results(self.results)
+        self.results.append(self.mover.take_results())
+        self.planner.take_results(self.results[-1])
         return invalid
 
     def step(self) -> set[int]:

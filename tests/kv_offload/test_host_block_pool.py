@@ -48,15 +48,6 @@ def test_where_all_is_full_something_makes_way_that_is_worth_no_more_and_is_coun
     assert host.counts == {"dropped": 1, "dropped_on_disk": 1}
 
 
-def test_a_lower_rank_goes_first_however_lately_used() -> None:
-    host = HostBlockPool(4)
-    filled(host, A, rank=3)
-    filled(host, B, rank=2)
-    filled(host, C, rank=0)
-    filled(host, D, rank=2)
-    assert order_of_reuse(host) == [C, B, D, A]
-
-
 def test_what_belongs_on_disk_goes_late_until_it_is_there() -> None:
     cold, idle = 1, 3
     host = HostBlockPool(4)
