@@ -19,7 +19,6 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from sojourn import runtime
-from sojourn.errors import ConfigError
 from sojourn.testing import FakeServer, ToolUse
 from sojourn_integrations.otel import export as otel_export
 from sojourn_integrations.otel.export import SpanExport, export_spans
@@ -368,11 +367,3 @@ def test_at_exit_everything_is_written_with_its_outcomes():
         "chat m": 1,
     }
     assert done.stderr == ""
-
-
-def test_export_is_repeatable_and_needs_a_provider(provider, export):
-    assert export_spans(provider) is export
-    from opentelemetry import trace
-
-    with pytest.raises(ConfigError, match="TracerProvider"):
-        export_spans(trace.ProxyTracerProvider())

@@ -20,6 +20,7 @@ from sojourn import instrumentation
 from sojourn.errors import ConfigError
 from sojourn.testing import FakeServer
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn_integrations.otel.export import export_spans
 from sojourn_integrations.otel.source import SojournSpanProcessor, install
 
 
@@ -253,10 +254,13 @@ def test_faults_are_counted_and_never_raised(server, provider, tracer, monkeypat
     assert sojourn.stats()["internal_error"] == 1
 
 
-def test_install_needs_a_provider_and_is_repeatable(provider):
-    assert install(provider) is install(provider)
+@pytest.mark.parametrize("begin", [install, export_spans])
+def test_each_way_needs_a_provider_and_is_begun_once(provider, begin):
+    assert begin(provider) is begin(provider)
     with pytest.raises(ConfigError, match="TracerProvider"):
-        install(trace.ProxyTracerProvider())
+        begin(trace.ProxyTracerProvider())
+    if begin is export_spans:
+        begin(provider).close()
 
 
 # -- Without OpenTelemetry's SDK the modules name the package to install

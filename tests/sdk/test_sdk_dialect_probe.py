@@ -36,20 +36,6 @@ NOT_OURS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("answer", "dialect"),
-    [
-        *((HttpResponse(200, body), "sojourn") for body in OURS),
-        *((HttpResponse(200, body), "vllm") for body in NOT_OURS),
-        *((HttpResponse(status, b""), "vllm") for status in (404, 405)),
-        *((HttpResponse(status, b""), None) for status in (401, 500, 307)),
-        (OSError("refused"), None),
-    ],
-)
-def test_answers_are_read_cautiously(answer, dialect):
-    assert probe_dialect(Says(answer), timeout_s=1) == dialect
-
-
 @pytest.mark.parametrize(("reported", "level"), [(False, "WARNING"), (True, "DEBUG")])
 @pytest.mark.parametrize("answer", [HttpResponse(404, b""), HttpResponse(200, b'{"ok": true}')], ids=str)
 def test_a_server_without_sojourn_is_told_once(caplog, answer, reported, level):
@@ -92,33 +78,38 @@ PEERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dialect", PEERS)
-def test_peers_are_recognised_by_what_they_say_of_themselves(dialect):
-    server = Says(NO_SUCH_PATH, **PEERS[dialect])
-    assert probe_dialect(server, timeout_s=1) == dialect
-    assert len(server.asked) == len(set(server.asked)) <= 4
+UNCERTAIN = (
+    says(owner="nvidia"),  # others at NVIDIA own models too
+    says(DYNAMO_HEALTH),
+    says(**{"/v1/models": '{"data":[{"owned_by":"sglang"},{"owned_by":"vllm"}]}'}),  # a mixed fleet
+    says(**{"/v1/models": '{"data":"sglang"}'}),
+    says(**{"/v1/models": '{"data":[["sglang"]]}'}),
+    says(**{"/v1/models": HttpResponse(401, (MODELS % "sglang").encode())}),
+    says(OSError("gone"), **{"/v1/models": OSError("gone")}),
+    says('{"status":"ok","programs_count":1}'),
+    says("[" * 100_000),
+    says(HttpResponse(200, b"\xff")),
+    says(**{DIAGNOSTICS: f'{{"enabled":false,{ORDER}}}'}),
+    says(**{DIAGNOSTICS: "[1]"}),
+)
 
 
 @pytest.mark.parametrize(
-    "server",
+    ("answer", "pages", "dialect"),
     [
-        {},
-        says(owner="nvidia"),  # others at NVIDIA own models too
-        says(DYNAMO_HEALTH),
-        says(**{"/v1/models": '{"data":[{"owned_by":"sglang"},{"owned_by":"vllm"}]}'}),  # a mixed fleet
-        says(**{"/v1/models": '{"data":"sglang"}'}),
-        says(**{"/v1/models": '{"data":[["sglang"]]}'}),
-        says(**{"/v1/models": HttpResponse(401, (MODELS % "sglang").encode())}),
-        says(OSError("gone"), **{"/v1/models": OSError("gone")}),
-        says('{"status":"ok","programs_count":1}'),
-        says("[" * 100_000),
-        says(HttpResponse(200, b"\xff")),
-        says(**{DIAGNOSTICS: f'{{"enabled":false,{ORDER}}}'}),
-        says(**{DIAGNOSTICS: "[1]"}),
+        *((HttpResponse(200, body), {}, "sojourn") for body in OURS),
+        *((HttpResponse(200, body), {}, "vllm") for body in NOT_OURS),
+        *((HttpResponse(status, b""), {}, "vllm") for status in (404, 405)),
+        *((HttpResponse(status, b""), {}, None) for status in (401, 500, 307)),
+        (OSError("refused"), {}, None),
+        *((NO_SUCH_PATH, pages, peer) for peer, pages in PEERS.items()),
+        *((NO_SUCH_PATH, pages, "vllm") for pages in UNCERTAIN),
     ],
 )
-def test_what_is_not_certain_gets_headers_only(server):
-    assert probe_dialect(Says(NO_SUCH_PATH, **server), timeout_s=1) == "vllm"
+def test_a_server_is_taken_for_what_it_certainly_is(answer, pages, dialect):
+    server = Says(answer, **pages)
+    assert probe_dialect(server, timeout_s=1) == dialect
+    assert len(server.asked) == len(set(server.asked)) <= 4
 
 
 def test_a_stock_server_gets_headers_only_and_no_events(monkeypatch):

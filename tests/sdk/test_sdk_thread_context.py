@@ -1,8 +1,7 @@
-"""Which threads know their program: asyncio's always, others on request."""
+"""Threads that know their program, on request."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,13 +14,6 @@ def in_thread(function):
     thread.start()
     thread.join()
     return result[0]
-
-
-def test_a_bare_thread_does_not_know_unless_asked_for(server):
-    sojourn.init(server.url)
-    with sojourn.program():
-        assert in_thread(sojourn.current_program) is None
-        assert asyncio.run(asyncio.to_thread(sojourn.current_program)) is not None
 
 
 def test_threads_and_pools_carry_the_place_when_asked_for(server):
