@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.policy_views import (
     BlockShortage,
-    FinishedTurnView,
     RunningRequestView,
     WaitingRequestView,
 )
@@ -103,13 +102,6 @@ def test_the_victim_is_in_the_lowest_queue_there_the_last_admitted() -> None:
 TURN = finished_turn(reload_s=2.0, mean_evicted_wait_s=99.0, chunked_reload_s=1.5, running_tokens=4000)
 
 
-def waste(turn: FinishedTurnView, elapsed_s: float) -> tuple[float, float]:
-    """InferCept's Eq. 2 and Eq. 4, in token-seconds: preserve, with T as long as it has taken; discard."""
-    preserve = elapsed_s * turn.context_tokens
-    discard = turn.reload_s * turn.context_tokens / 2 + turn.chunked_reload_s * turn.running_tokens
-    return preserve, discard
-
-
 @given(
     context=st.integers(1, 200_000),
     running=st.integers(0, 500_000),
@@ -132,7 +124,9 @@ def test_it_is_kept_as_long_as_keeping_wastes_less(
     assume(keep.ttl_s < 300.0)
     assert keep.reason is DecisionReason.LEAST_WASTE
     for elapsed_s, pays in ((early * keep.ttl_s, True), (late * keep.ttl_s, False)):
-        preserve, discard = waste(turn, elapsed_s)
+        # InferCept's Eq. 2 and Eq. 4, in token-seconds: preserve, with T as long as it has taken; discard.
+        preserve = elapsed_s * context
+        discard = reload_s * context / 2 + reload_s * share * running
         assert (preserve < discard) is pays
 
 

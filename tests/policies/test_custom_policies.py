@@ -44,10 +44,6 @@ def preset(folder: Path, text: str, module: str = MINE, name: str = "mine") -> P
     return path
 
 
-def _file(module: object) -> str:
-    return str(getattr(module, "__file__", None) or "")
-
-
 def test_a_class_beside_the_file_is_used_with_its_options(tmp_path: Path) -> None:
     path = preset(tmp_path, 'admission = { policy = "mine:Patient", seconds = 7.0 }')
     entry = read_preset(path).admission
@@ -57,7 +53,8 @@ def test_a_class_beside_the_file_is_used_with_its_options(tmp_path: Path) -> Non
     assert PluginSettings.read({"sojourn": {"policy_file": str(path)}}).preset().admission == entry
     # It shadows no other import.
     assert "mine" not in sys.modules
-    here = [name for name, module in sys.modules.items() if _file(module).startswith(str(tmp_path))]
+    files = {name: str(getattr(module, "__file__", None)) for name, module in sys.modules.items()}
+    here = [name for name, file in files.items() if file.startswith(str(tmp_path))]
     assert [name.partition("_own_")[0] for name in here] == ["sojourn"]
 
 

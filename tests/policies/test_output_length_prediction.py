@@ -140,23 +140,6 @@ def test_a_hint_that_was_outgrown_is_refuted_but_not_by_a_token() -> None:
 # -- against outputs that were held back ----------------------------------------------------------------
 
 
-def coverage(draw: Callable[[Random], int], reach: float, rounds: int, number: int = 500) -> list[float]:
-    """Of outputs that were held back and came as far as ``reach`` of all, the shares that ended by each point
-    of what the others let one expect."""
-    ended, came = [0] * QUANTILE_POINTS, 0
-    for seed in range(rounds):
-        random = Random(seed)
-        seen, held_back = sample(draw, random, number), sample(draw, random, 500)
-        so_far = sorted(seen + held_back)[int(reach * (number + 500))] if reach else 0
-        points = asked(UNHINTED, seen, so_far)
-        for length in held_back:
-            if length > so_far:
-                came += 1
-                for index, point in enumerate(points):
-                    ended[index] += length - so_far <= point
-    return [number / came for number in ended]
-
-
 @pytest.mark.parametrize(
     "draw", [lognormal, pareto(2.0), pareto(1.2)], ids=["lognormal", "pareto 2", "pareto 1.2"]
 )
@@ -164,7 +147,20 @@ def coverage(draw: Callable[[Random], int], reach: float, rounds: int, number: i
 def test_an_output_ends_by_each_point_as_often_as_it_should(
     draw: Callable[[Random], int], reach: float, within: float
 ) -> None:
-    assert coverage(draw, reach, rounds=60) == pytest.approx(SHARES, abs=within)
+    """Of outputs that were held back and came as far as ``reach`` of all, so many end by each point of what
+    the others let one expect."""
+    ended, came = [0] * QUANTILE_POINTS, 0
+    for seed in range(60):
+        random = Random(seed)
+        seen, held_back = sample(draw, random), sample(draw, random)
+        so_far = sorted(seen + held_back)[int(reach * 1000)] if reach else 0
+        points = asked(UNHINTED, seen, so_far)
+        for length in held_back:
+            if length > so_far:
+                came += 1
+                for index, point in enumerate(points):
+                    ended[index] += length - so_far <= point
+    assert [number / came for number in ended] == pytest.approx(SHARES, abs=within)
 
 
 @pytest.mark.parametrize("off", [0.1, 0.4])

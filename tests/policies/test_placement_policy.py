@@ -73,10 +73,6 @@ def moved(policy: RelativeIdlenessPlacement, seen: PlacementView, now: float = N
     return {move.program_id: move.to for move in policy.moves(seen, now) if move.when is MoveTiming.NOW}
 
 
-def lazily(policy: RelativeIdlenessPlacement, seen: PlacementView, now: float = NOW) -> list[str]:
-    return [move.program_id for move in policy.moves(seen, now) if move.when is MoveTiming.AFTER_TURN]
-
-
 # -- demotion (M3, §4.3.1) -------------------------------------------------------------------
 
 
@@ -195,7 +191,10 @@ def test_the_first_candidate_enters_an_empty_device_whatever_its_size() -> None:
         there = replace(alone, activity=activity)
         assert PAPER.moves(view(there), NOW) == (), "alone it may stay"
         assert PAPER.moves(view(there, newcomer("new", 1)), NOW) == (), "and stays alone"
-    assert lazily(PAPER, view(replace(alone, activity=REASONING), program("b", DEVICE, READY))) == ["giant"]
+    beside = view(replace(alone, activity=REASONING), program("b", DEVICE, READY))
+    assert [(move.program_id, move.when) for move in PAPER.moves(beside, NOW)] == [
+        ("giant", MoveTiming.AFTER_TURN)
+    ]
 
 
 def test_the_device_does_not_stand_still_for_long() -> None:

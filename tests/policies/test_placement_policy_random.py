@@ -126,6 +126,7 @@ class World(RuleBasedStateMachine):
         self.policy, self.load_s = policy, load_s
         self.mean_running, self.prefill_share = busy
         self.hold_cost = hold_cost
+        # Then programs without a saved context are kept out by others, and are overdue later.
         self.by_price = isinstance(policy, ResidencyPricePlacement)
         self.capacity = {DEVICE: device, HOST: host, DISK: disk}
         self.now = 1000.0
@@ -287,11 +288,6 @@ class World(RuleBasedStateMachine):
             last_overdue_promotion_s=self.last_overdue_promotion_s,
         )
 
-    @property
-    def is_gated(self) -> bool:
-        """Whether programs without a saved context are kept out by others, and are overdue later."""
-        return isinstance(self.policy, ResidencyPricePlacement)
-
     def ask(self) -> None:
         view = self.view()
         answer = self.policy.moves(view, self.now)
@@ -304,7 +300,7 @@ class World(RuleBasedStateMachine):
             self.apply(move)
         self.tiers_hold_what_they_can(answer)
         again = self.policy.moves(self.view(), self.now)
-        if self.is_gated and any(
+        if self.by_price and any(
             move.to is WAITING and self.agents[move.program_id].activity is READY for move in answer
         ):
             # A program that was overdue with its context is not overdue without it: those that were to make
@@ -502,7 +498,7 @@ class World(RuleBasedStateMachine):
         )
 
     def turn_after_turn(self, owed: dict[ProgramId, int], *, ends: bool, returns: bool) -> None:
-        patience_s = residency_price.BEGIN_PATIENCE * PATIENCE_S if self.is_gated else PATIENCE_S
+        patience_s = residency_price.BEGIN_PATIENCE * PATIENCE_S if self.by_price else PATIENCE_S
         limit = int(patience_s) + int(8 + self.policy.overdue_gap_s) * len(self.agents) + 8
         for _ in range(limit):
             if not owed:

@@ -12,17 +12,6 @@ FLAT = StepCosts(0, 0.001, 0, 0, 0)
 """A millisecond a token, whatever the context."""
 
 
-def pack(quota: PrefillComputeQuota, waiting: list[tuple[int, int]]) -> tuple[StepQuotaUsage, list[int]]:
-    """Offer the waiting prompts to a step. Returns the step, and the new tokens of each prompt in it."""
-    step, chunks = StepQuotaUsage(quota, 0.0), []
-    for number, (cached, new) in enumerate(waiting):
-        if chunk := step.offer(str(number), cached, new):
-            assert len(chunks) == number, "later requests get nothing"
-            step.take(str(number), cached, chunk)
-            chunks.append(chunk)
-    return step, chunks
-
-
 def test_pairs_are_those_of_a_causal_mask() -> None:
     # Tokens 5, 6 and 7 (from 1) of a context of four before them look back at 5, 6 and 7 tokens.
     assert StepCosts(9, 0, 1, 0, 9, 9).chunk_s(4, 3) == 5 + 6 + 7
@@ -45,7 +34,13 @@ costs = st.builds(
 def test_never_above_the_quota_but_for_the_floor(
     waiting: list[tuple[int, int]], cost: StepCosts, quota_s: float, block: int
 ) -> None:
-    step, chunks = pack(PrefillComputeQuota(costs=cost, quota_s=quota_s, block_tokens=block), waiting)
+    step = StepQuotaUsage(PrefillComputeQuota(costs=cost, quota_s=quota_s, block_tokens=block), 0.0)
+    chunks: list[int] = []
+    for number, (cached, new) in enumerate(waiting):
+        if chunk := step.offer(str(number), cached, new):
+            assert len(chunks) == number, "later requests get nothing"
+            step.take(str(number), cached, chunk)
+            chunks.append(chunk)
     assert bool(chunks) == bool(waiting)  # it always goes on
     spent_s = sum(cost.chunk_s(cached, chunk) for (cached, _), chunk in zip(waiting, chunks, strict=False))
     assert step.prompts_s == pytest.approx(spent_s)
