@@ -51,7 +51,7 @@ PACKAGE_ORDER = (
 )
 """Packages from left to right. Each imports only packages to its left."""
 BUDGETS = {
-    "sojourn": 7_948,
+    "sojourn": 7_944,
     "sojourn_integrations": 4_997,
     "traces": 1_900,
     "programs": 1_749,

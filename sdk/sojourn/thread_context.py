@@ -27,24 +27,29 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from .monkey_patches import Patches
 from .program import NO_CONTEXT, ExecutionContext, current_context, find_context
 from .runtime import session
 
-_originals: dict[str, Any] = {}
+_patches = Patches()
 
 
 def install() -> None:
     """Patch ``Thread.start`` and ``ThreadPoolExecutor.submit``. Repeating it is harmless."""
-    if _originals:
-        return
-    start: Any = threading.Thread.start
-    submit: Any = ThreadPoolExecutor.submit
-    _originals.update(start=start, submit=submit)
+    _patches.put(threading.Thread, "start", _carrying_start)
+    _patches.put(ThreadPoolExecutor, "submit", _carrying_submit)
 
+
+def remove() -> None:
+    """Undo ``install``. A method that another library has patched since then stays as it is."""
+    _patches.undo()
+
+
+def _carrying_start(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
     @functools.wraps(start)
     def carrying_start(self: threading.Thread) -> None:
         counters = session().counters
-        here = find_context(counters, of_process=False)[0]
+        here = find_context(counters, of_process=False)[0] if _patches.active else NO_CONTEXT
         restore = None
         if here is not NO_CONTEXT:
             try:
@@ -59,28 +64,19 @@ def install() -> None:
                 restore()
             raise
 
+    return carrying_start
+
+
+def _carrying_submit(submit: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(submit)
     def carrying_submit(
         self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        here = find_context(session().counters, of_process=False)[0]
+        here = find_context(session().counters, of_process=False)[0] if _patches.active else NO_CONTEXT
         plain = here is NO_CONTEXT or _pickles_jobs(self)
         return submit(self, fn if plain else _run_inside(here, fn), *args, **kwargs)
 
-    _originals.update(our_start=carrying_start, our_submit=carrying_submit)
-    threading.Thread.start = carrying_start  # type: ignore[method-assign]
-    ThreadPoolExecutor.submit = carrying_submit  # type: ignore[method-assign, assignment]
-
-
-def remove() -> None:
-    """Undo ``install``. A method that another library has patched since then stays as it is."""
-    if not _originals:
-        return
-    if threading.Thread.start is _originals["our_start"]:
-        threading.Thread.start = _originals["start"]  # type: ignore[method-assign]
-    if ThreadPoolExecutor.submit is _originals["our_submit"]:
-        ThreadPoolExecutor.submit = _originals["submit"]  # type: ignore[method-assign]
-    _originals.clear()
+    return carrying_submit
 
 
 def _run_inside(here: ExecutionContext, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -32,3 +33,16 @@ def test_threads_and_pools_carry_the_place_when_asked_for(server):
     assert in_thread(sojourn.current_program) is None
     sojourn.shutdown()
     assert (threading.Thread.start, ThreadPoolExecutor.submit) == (start, submit)
+
+
+def test_a_patch_of_another_library_stays_and_ours_beneath_it_ends(server, monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", threading.Thread.start)  # restored after the test
+    sojourn.init(server.url, threads=True)
+    ours = threading.Thread.start
+    theirs = threading.Thread.start = functools.wraps(ours)(lambda self: ours(self))
+    sojourn.init(server.url, threads=True, dialect="sojourn")
+    assert threading.Thread.start is theirs
+    with sojourn.program() as p:
+        assert in_thread(sojourn.current_program) is p
+        sojourn.shutdown()
+        assert in_thread(sojourn.current_program) is None
