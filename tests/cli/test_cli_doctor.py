@@ -86,6 +86,13 @@ def test_each_fault_is_named_with_what_to_do(path, answer, name, said, advice):
 
 
 PAIR = {"peer": "tcp:10.0.0.7:8500", "node": "n7"}
+TIERS = {
+    "connector": "SojournConnector",
+    "on": True,
+    "off_because": None,
+    "host": {"blocks": 2048, "bytes": 8 << 30},
+    "disk": {"blocks": 25600, "bytes": 100 << 30},
+}
 
 
 @pytest.mark.parametrize(
@@ -111,6 +118,20 @@ PAIR = {"peer": "tcp:10.0.0.7:8500", "node": "n7"}
             {"missing": {"mechanisms": ["placement", "prefetch"], "because": "LMCacheConnectorV1 keeps KV"}},
             "mechanisms", None, "off: placement, prefetch, because LMCacheConnectorV1 keeps KV", "",
         ),
+        (
+            {"tiers": TIERS}, "tiers", True,
+            "SojournConnector, host memory for 8 GiB or 2,048 blocks, disk for 100 GiB or 25,600 blocks", "",
+        ),
+        (
+            {"tiers": {**TIERS, "host": {"blocks": None, "bytes": 1 << 29}, "disk": None}}, "tiers", True,
+            "SojournConnector, host memory for 0.5 GiB", "",
+        ),
+        (
+            {"tiers": {"connector": "C", "host": {"blocks": 1, "bytes": 1 << 41}, "on": False, "off_because": "x"}},
+            "tiers", False, "C, host memory for 2,048 GiB or 1 blocks; turned off: x",
+            "see the server's log; until a restart, evicted KV is computed again",
+        ),
+        ({"tiers": None}, "tiers", None, "none below the device: evicted KV is computed again", ""),
     ],
 )  # fmt: skip
 def test_what_an_engine_tells_of_itself_is_shown(
@@ -119,33 +140,6 @@ def test_what_an_engine_tells_of_itself_is_shown(
     check = checks_of({PLUGIN: {**CAPABILITIES, **told}})[name]
     assert (check.ok, check.detail, check.next_step) == (ok, said, advice)
     assert name == "plugin" or name not in checks_of({})
-
-
-TIERS = {
-    "connector": "SojournConnector",
-    "on": True,
-    "off_because": None,
-    "host": {"blocks": 2048, "bytes": 8 << 30},
-    "disk": {"blocks": 25600, "bytes": 100 << 30},
-}
-
-
-@pytest.mark.parametrize(
-    ("told", "ok", "said"),
-    [
-        (TIERS, True, "SojournConnector, host memory for 8 GiB or 2,048 blocks, disk for 100 GiB or 25,600"),
-        ({**TIERS, "disk": None}, True, "host memory for 8 GiB or 2,048 blocks"),
-        ({**TIERS, "host": {"blocks": None, "bytes": 1 << 29}}, True, "host memory for 0.5 GiB, disk"),
-        ({**TIERS, "host": {"blocks": 1, "bytes": 1 << 41}}, True, "host memory for 2,048 GiB or 1 blocks"),
-        ({**TIERS, "on": False, "off_because": "an error of ours"}, False, "turned off: an error of ours"),
-        (None, None, "none below the device"),
-    ],
-)
-def test_tiers_below_the_device_are_shown(told, ok, said):
-    check = checks_of({PLUGIN: {**CAPABILITIES, "tiers": told}})["tiers"]
-    assert check.ok is ok
-    assert said in check.detail
-    assert bool(check.next_step) == (ok is False)
 
 
 def test_a_model_without_completions_is_not_broken():

@@ -305,14 +305,6 @@ def test_the_file_may_name_the_model(file: Path) -> None:
     assert "expected a model" in failure("--seed", "4").message
 
 
-def test_a_connector_of_the_file_counts(file: Path) -> None:
-    """``mori`` needs host memory, and the engine would refuse it without."""
-    file.write_text("seed: 1\n")
-    assert "--kv-host-gib" in str(failure("org/name", "--policy", "mori", "--config", str(file)))
-    file.write_text("kv-transfer-config: {kv_connector: SojournConnector}\n")
-    assert "--config" in dry_run("org/name", "--policy", "mori", "--config", str(file))
-
-
 def test_a_policy_of_the_file_counts(file: Path) -> None:
     file.write_text("additional-config: {sojourn: {policy: mori, max_programs: 5}}\n")
     assert "policy mori places programs" in str(failure("org/name", "--config", str(file)))

@@ -18,7 +18,7 @@ from sojourn_server.cli.explain import turn_table
 from sojourn_server.cli.live_client import LiveClient
 from sojourn_server.cli.top import explanation_of
 from sojourn_server.cli.top_view import COLUMNS, SORTABLE, TopView, shows_leases, sorted_programs
-from sojourn_server.metrics.live_frame import LiveFrame
+from sojourn_server.metrics.live_frame import LiveFrame, ProgramRow
 from test_cli_explain import FOUND, explanation, shown
 from waiting import wait_until_async
 
@@ -70,14 +70,14 @@ def test_a_policy_without_leases_shows_places_and_reused_tokens_instead() -> Non
         row("back", placed="waiting", status="gated", **bare),
         row("there", placed="device", **bare),
     ]
-    empty = frame()
-    engine = msgspec.structs.replace(
-        empty.engines[0],
-        leases=0,
-        blocks={"running": 10, "leased": 0, "cached": 50, "free": 40},
-        grants_leases=False,
-    )
-    shown = msgspec.structs.replace(frame(*rows), engines=[engine])
+
+    def live(*rows: ProgramRow, **fields: Any) -> LiveFrame:
+        blocks = {"running": 10, "leased": 0, "cached": 50, "free": 40}
+        fields = {"leases": 0, "grants_leases": False, "blocks": blocks, **fields}
+        shown = frame(*rows)
+        return msgspec.structs.replace(shown, engines=[msgspec.structs.replace(shown.engines[0], **fields)])
+
+    shown = live(*rows)
     texts = [line.plain.rstrip() for line in TopView(shown, 80).page()]
     assert not any("lease" in text.lower() for text in texts)
     assert any(text.endswith("· placed 2 device, 1 host, 1 waiting") for text in texts)
@@ -86,13 +86,10 @@ def test_a_policy_without_leases_shows_places_and_reused_tokens_instead() -> Non
     assert " ".join(line.split()) == "back gated pytest 10s 2.5k 12.3k waiting 3 0.4s 0"
     assert cell_len(line) <= 80
     # Without a program the engine tells, and a lease is always shown.
-    assert shows_leases(msgspec.structs.replace(empty, engines=[engine])) is False
-    leased = msgspec.structs.replace(frame(row("here")), engines=[engine])
-    assert shows_leases(leased) is True
-    granting = msgspec.structs.replace(engine, grants_leases=True)
-    assert shows_leases(msgspec.structs.replace(empty, engines=[granting])) is True
-    dead = msgspec.structs.replace(granting, error="does not answer")
-    assert shows_leases(msgspec.structs.replace(empty, engines=[engine, dead])) is False
+    assert shows_leases(live()) is False
+    assert shows_leases(live(row("here"))) is True
+    assert shows_leases(live(grants_leases=True)) is True
+    assert shows_leases(live(grants_leases=True, error="does not answer")) is False
 
 
 def test_every_column_sorts_and_the_filter_finds_tools_and_states() -> None:

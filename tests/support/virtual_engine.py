@@ -79,8 +79,6 @@ class VirtualEngine(EngineView):
         self.done: list[EngineAction] = []
         self.in_host: set[int] = set()
         """Blocks that host memory has."""
-        self.tiers: dict[str, dict[str, int]] = {}
-        """Used and free blocks of each tier below the device, as the engine reports them."""
         self.spare_blocks = 0
         """Number of blocks into which a prefetch may load."""
         self.loaded_ahead: list[tuple[ProgramId, int]] = []
@@ -263,7 +261,7 @@ class VirtualEngine(EngineView):
         }
 
     def tier_state(self) -> dict[str, Any]:
-        return {tier: dict(states) for tier, states in self.tiers.items()}
+        return {}
 
     def handle(self, event: EngineEvent, now: float) -> list[Action]:
         return self.program_scheduler.handle(event, now)
