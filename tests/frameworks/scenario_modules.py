@@ -49,14 +49,6 @@ def runnable_scenarios() -> list[Scenario]:
     return [scenario for play in scenario_modules() for scenario in play.scenarios if not missing(scenario)]
 
 
-def one_of_each_row() -> list[Scenario]:
-    """Each framework's first scenario of each row."""
-    rows: dict[tuple[str, str], Scenario] = {}
-    for scenario in runnable_scenarios():
-        rows.setdefault((scenario.framework, scenario.row), scenario)
-    return list(rows.values())
-
-
 def missing(scenario: Scenario) -> list[str]:
     """Packages that a scenario needs and that are not installed."""
     return [package for package in scenario.needs if not _found(package)]

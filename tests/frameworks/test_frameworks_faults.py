@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import sojourn
-from scenario_modules import Model, one_of_each_row, outcome
-from scenario_types import RETRY, Scenario
+from scenario_modules import Model, outcome, runnable_scenarios
+from scenario_types import Scenario
 from sojourn.testing import FakeServer
 
 pytestmark = [
@@ -43,8 +43,12 @@ BROKEN = {
     ),
 }  # fmt: skip
 """What raises, by framework."""
-SCENARIOS = [one for one in one_of_each_row() if one.row not in ("cancel", "parallel", RETRY)]
+ROWS = ("sync", "async", "stream", "error", "sub_agent")
 """Runs, a stream, an exception and a run inside a run. The other rows take the same ways."""
+SCENARIOS = list(
+    {(one.framework, one.row): one for one in reversed(runnable_scenarios()) if one.row in ROWS}.values()
+)
+"""Each framework's first scenario of each of these rows."""
 COUNTED = ("internal_error", "resolver_error", "inject_error")
 
 

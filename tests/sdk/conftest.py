@@ -13,14 +13,9 @@ from pathlib import Path
 import pytest
 import sojourn
 from gc_tools import old_objects_passed_over
-from hypothesis import settings
 from sdk_settings import PATH as SUPPORT
 from sojourn.program import NO_CONTEXT, current_context
 from sojourn.testing import FakeServer
-
-# Examples are limited by number, not by time, so that a busy machine fails no test.
-settings.register_profile("sojourn", deadline=None)
-settings.load_profile("sojourn")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import sojourn
-from json_server import JsonServer
+from json_handler import HandlerServer, JsonHandler
 from scripted_transport import Script
 from sojourn import event_sender, runtime
 from sojourn.dialects import DIALECTS
@@ -15,6 +15,30 @@ from sojourn.event_transport import MAX_PROGRAMS, DeliveryResult, EndNotifier, P
 from sojourn.stats import Counters
 from sojourn.wire_events import ProgramEnd, ProgramStart
 from waiting import wait_until
+
+
+class JsonServer(HandlerServer):
+    """A server that is not sojourn. It answers POST with ``status``; ``posts`` has path, body and
+    ``Authorization`` of each."""
+
+    def __init__(self):
+        self.status, self.posts = 200, []
+        outer = self
+
+        class Handler(JsonHandler):
+            def do_GET(self):
+                self.answer({}, 404)
+
+            def do_POST(self):
+                outer.posts.append((self.path, self.read_json(), self.headers.get("authorization")))
+                self.answer({}, outer.status)
+
+        super().__init__(Handler)
+
+    @property
+    def bodies(self):
+        return [body for _, body, _ in self.posts]
+
 
 ENDS = {name: dialect.end for name, dialect in DIALECTS.items() if dialect.end is not None}
 
