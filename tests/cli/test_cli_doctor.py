@@ -123,12 +123,12 @@ TIERS = {
             "SojournConnector, host memory for 8 GiB or 2,048 blocks, disk for 100 GiB or 25,600 blocks", "",
         ),
         (
-            {"tiers": {**TIERS, "host": {"blocks": None, "bytes": 1 << 29}, "disk": None}}, "tiers", True,
-            "SojournConnector, host memory for 0.5 GiB", "",
+            {"tiers": {**TIERS, "host": {"bytes": 1 << 29}, "disk": {"blocks": 1, "bytes": 1 << 41}}},
+            "tiers", True, "SojournConnector, host memory for 0.5 GiB, disk for 2,048 GiB or 1 blocks", "",
         ),
         (
-            {"tiers": {"connector": "C", "host": {"blocks": 1, "bytes": 1 << 41}, "on": False, "off_because": "x"}},
-            "tiers", False, "C, host memory for 2,048 GiB or 1 blocks; turned off: x",
+            {"tiers": {**TIERS, "disk": None, "on": False, "off_because": "an error of ours"}}, "tiers", False,
+            "SojournConnector, host memory for 8 GiB or 2,048 blocks; turned off: an error of ours",
             "see the server's log; until a restart, evicted KV is computed again",
         ),
         ({"tiers": None}, "tiers", None, "none below the device: evicted KV is computed again", ""),
