@@ -15,12 +15,12 @@ import uvicorn
 from fake_engine import FakeEngine
 from sojourn_server.gateway.http.gateway_app import Gateway, GatewayOptions, build_gateway
 from sojourn_server.gateway.http.gateway_server import ClientProtocol
+from sojourn_server.gateway.http.peers import Peers
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 from sojourn_server.routing.routing_events import PairRole
 from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
 from sojourn_server.routing.routing_limits import RoutingLimits
-from starlette.applications import Starlette
 
 DEADLINE_S = 60.0
 KEYS = {"key-a": "a", "key-b": "b"}
@@ -105,10 +105,12 @@ async def world(
     poll_s: float = 0.05,
     limits: RoutingLimits | None = None,
     known: int | None = None,
+    port: int = 0,
+    peers: Peers | None = None,
     **options: Any,
 ) -> AsyncIterator[World]:
     """Run a gateway that knows all of the engines, or ``known`` of them. ``rules``: those for pairs, in place
-    of the preset. ``roles``: of their engines, by URL."""
+    of the preset. ``roles``: of their engines, by URL. ``port``: where it listens; 0: any free one."""
     gateway, app = build_gateway(
         roles or [fake.url for fake in fakes],
         rules or parse_cluster_preset(preset, source="test"),
@@ -116,16 +118,8 @@ async def world(
         GatewayOptions(**options),
         limits=limits,
         poll_s=poll_s,
+        peers=peers,
     )
-    async with served(gateway, app) as made:
-        most = len(fakes) if known is None else known
-        await until(lambda: len(gateway.routing_backend.replicas()) >= most)
-        yield made
-
-
-@asynccontextmanager
-async def served(gateway: Gateway, app: Starlette, port: int = 0) -> AsyncIterator[World]:
-    """Run a gateway that listens on a port; 0: any free one."""
     bound = socket.socket(proto=socket.IPPROTO_TCP)
     bound.bind(("127.0.0.1", port))
     server = uvicorn.Server(
@@ -141,8 +135,10 @@ async def served(gateway: Gateway, app: Starlette, port: int = 0) -> AsyncIterat
     task = asyncio.ensure_future(server._serve(sockets=[bound]))
     await until(lambda: server.started)
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    most = len(fakes) if known is None else known
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:
+            await until(lambda: len(gateway.routing_backend.replicas()) >= most)
             yield World(gateway, url, http)
     finally:
         server.should_exit = True

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from gateway_harness import hint
 from sojourn_server.api.client_identity import ClientIdentity
 from sojourn_server.gateway.http.client_apis import ClientApi, RequestRejected
 from sojourn_server.gateway.http.generation_request import (
@@ -33,10 +34,6 @@ def chat(content: Any, **more: Any) -> dict[str, Any]:
 
 def tokens(body: Any, api: ClientApi = ClientApi.CHAT) -> int:
     return PromptSizeEstimator().tokens(parsed(body, api))
-
-
-def hint(**members: Any) -> dict[str, Any]:
-    return {"vllm_xargs": {"agentic_context": json.dumps({"program_id": "p", **members}), "x": 1}}
 
 
 # -- bodies -----------------------------------------------------------------------
@@ -78,7 +75,7 @@ async def test_a_body_is_read_and_counted_within_the_limits() -> None:
 def test_only_what_is_needed_is_read_of_a_request_and_the_rest_stays_when_it_changes() -> None:
     own = {"agent_type": "coder" + "r" * 9000, "final": True, "tenant": "somebody else"}
     more = {"parent_program_id": "q", "deadline_seconds": 5.0, "expected_output_length": 9}
-    body = {**chat("hi"), "max_tokens": 100, "session_id": "s", **hint(**more, sojourn=own)}
+    body = {**chat("hi"), "max_tokens": 100, "session_id": "s", **hint("p", **more, sojourn=own)}
     question = parsed(body, session="header")
     assert question.program is not None
     assert (question.program.program_id, question.output_tokens, question.is_last) == ("p", 9, True)
@@ -89,7 +86,7 @@ def test_only_what_is_needed_is_read_of_a_request_and_the_rest_stays_when_it_cha
     without = with_identity(raw, lambda name: None, None)
     assert b'"odd":  1e999' in without
     assert b"session_id" not in without
-    assert b'"vllm_xargs":{"x":1}' in without
+    assert b'"vllm_xargs":{"other":1}' in without
 
 
 @pytest.mark.parametrize(
@@ -108,7 +105,7 @@ def test_the_first_name_that_an_engine_reads_counts(
 ) -> None:
     body: dict[str, Any] = {"session_id": own, "vllm_xargs": {"session_id": beside}}
     assert parsed(body, api, header).program == (ClientIdentity(expected) if expected else None)
-    body["vllm_xargs"] |= hint()["vllm_xargs"]
+    body["vllm_xargs"] |= hint("p")["vllm_xargs"]
     assert parsed(body, api, header).program == ClientIdentity("p")
 
 
@@ -208,7 +205,7 @@ def test_only_fields_of_the_requests_api_are_counted(api: ClientApi, name: str) 
 def test_the_answer_is_as_long_as_the_smaller_of_hint_and_limit(
     expected: int | None, limit: int | None, output_tokens: int, name: str, api: ClientApi
 ) -> None:
-    body = chat("hi", **{name: limit}, **hint(expected_output_length=expected))
+    body = chat("hi", **{name: limit}, **hint("p", expected_output_length=expected))
     assert parsed(body, api).output_tokens == output_tokens
 
 

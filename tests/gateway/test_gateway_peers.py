@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,12 @@ from typing import Any
 import aiohttp
 import pytest
 from fake_engine import FakeEngine, engines
-from gateway_harness import DEADLINE_S, KEYS, World, hint, served, until
+from gateway_harness import DEADLINE_S, KEYS, World, hint, until, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn_server.gateway.http import peers as peers_module
-from sojourn_server.gateway.http.gateway_app import GatewayApplication, GatewayOptions, build_gateway
+from sojourn_server.gateway.http.gateway_app import GatewayApplication
 from sojourn_server.gateway.http.peers import Peers, owner_of
-from sojourn_server.gateway.http.tenant_keys import TenantKeys
-from sojourn_server.policies.cluster_preset import parse_cluster_preset
 from sojourn_server.routing.routing_records import ReplicaHealth
 
 
@@ -48,32 +46,24 @@ def test_all_gateways_name_one_owner_and_a_lost_one_moves_its_programs_alone(
 
 
 @asynccontextmanager
-async def gateways(fakes: Sequence[FakeEngine], **options: Any) -> AsyncIterator[list[World]]:
+async def gateways(fakes: list[FakeEngine], **options: Any) -> AsyncIterator[list[World]]:
     """Two gateways in front of the same engines."""
-    preset = parse_cluster_preset('routing = "session-affinity"', source="test")
     ports = free_ports(2)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     async with AsyncExitStack() as stack:
         worlds = []
         for url, port in zip(urls, ports, strict=True):
-            gateway, app = build_gateway(
-                [fake.url for fake in fakes],
-                preset,
-                TenantKeys(KEYS),
-                GatewayOptions(**options),
-                poll_s=0.05,
-                peers=Peers(url, urls),
-            )
-            worlds.append(await stack.enter_async_context(served(gateway, app, port)))
+            it = world(fakes, tenants=KEYS, port=port, peers=Peers(url, urls), **options)
+            worlds.append(await stack.enter_async_context(it))
         for it in worlds:
-            await until(lambda it=it: len(it.gateway.replicas) == len(fakes) and it.gateway.peers.alive)
+            await until(lambda it=it: it.gateway.peers.alive)
         yield worlds
 
 
-def _owned(it: World, here: bool) -> str | None:
-    """A program of tenant a that is this gateway's own, or another's; ``None`` if there is none."""
+def _owned(it: World, here: bool) -> str:
+    """A program of tenant a that is this gateway's own, or another's."""
     names = (f"p{number}" for number in range(50))
-    return next((one for one in names if (it.gateway.peers.owner("a", one) is None) is here), None)
+    return next(one for one in names if (it.gateway.peers.owner("a", one) is None) is here)
 
 
 def known(it: World) -> set[str]:
@@ -88,7 +78,6 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_requests_and_events_reach_the_programs_gateway_from_any_other() -> None:
     async with engines(2) as fakes, gateways(fakes) as (one, other):
         mine = _owned(one, True)
-        assert mine is not None
         for it in (one, other):
             codex = {"thread-id": mine}
             assert (await it.send("/v1/responses", "key-a", json={"input": "x"}, headers=codex)).status == 200
@@ -115,7 +104,7 @@ async def test_events_of_another_gateways_program_that_ride_in_a_request_reach_t
     async with engines(1) as fakes, gateways(fakes) as (one, other):
         rides_in, starts = _owned(one, True), _owned(one, False)
         event = {"type": "tool_start", "program_id": starts, "call_id": "c", "tool": "t", "seq": 1}
-        assert (await other.chat(key="key-a", **hint(str(rides_in), event))).status == 200
+        assert (await other.chat(key="key-a", **hint(rides_in, event))).status == 200
         assert (await one.chat(starts, "key-a")).status == 200
         assert fakes[0].of(f"a/{starts}") == ["tool_start"], "sent before the program's first turn"
         assert starts in known(other)
@@ -124,7 +113,7 @@ async def test_events_of_another_gateways_program_that_ride_in_a_request_reach_t
 async def test_a_request_that_was_passed_on_is_decided_where_it_arrives() -> None:
     async with engines(1) as fakes, gateways(fakes) as (one, _):
         others = _owned(one, False)
-        headers = {"X-Session-ID": str(others), "X-Sojourn-Passed": "1"}
+        headers = {"X-Session-ID": others, "X-Sojourn-Passed": "1"}
         answer = await one.send("/v1/chat/completions", "key-a", json={"messages": []}, headers=headers)
         assert answer.status == 200
         assert others in known(one)

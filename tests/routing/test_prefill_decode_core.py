@@ -66,10 +66,11 @@ def test_what_a_program_has_stored_is_read_by_the_side_with_less_to_read() -> No
     )  # nothing of an ended program is looked for
 
 
-def turn(it: RoutingCore, name: str, tokens: int, now: float, program: str = "p") -> SendRequest:
-    """A whole turn of a program: its prompt is computed, and the answer has 10 tokens."""
-    sent: SendRequest = only(it.take(asked(name, tokens, program_id=program), now))
-    it.take(routing_events.PrefillFinished(name, sent.prefill_id), now)
+def turn(it: RoutingCore, name: str, tokens: int, now: float, *, computed: bool = True) -> SendRequest:
+    """A whole turn of a program, whose answer has 10 tokens. ``computed``: its prompt, by the prefill engine;
+    else by the decode engine."""
+    sent: SendRequest = only(it.take(asked(name, tokens, program_id="p"), now))
+    it.take(routing_events.PrefillFinished(name, sent.prefill_id, computed=computed), now)
     it.take(routing_events.RequestFinished(name, 10, sent.replica_id), now)
     return sent
 
@@ -114,22 +115,15 @@ def test_a_home_that_lost_the_context_or_is_gone_is_a_home_no_more() -> None:
     assert turn(it, "b", 1200, 7.0).prefill_id == "p1"
 
 
-def decoded_alone(it: RoutingCore, name: str, tokens: int, now: float) -> None:
-    """A turn of the program that the decode engine computes alone."""
-    sent: SendRequest = only(it.take(asked(name, tokens, program_id="p"), now))
-    it.take(routing_events.PrefillFinished(name, sent.prefill_id, computed=False), now)
-    it.take(routing_events.RequestFinished(name, 10, sent.replica_id), now)
-
-
 def test_a_prompt_that_the_decode_engine_computes_is_not_at_the_prefill_engine() -> None:
     it = core("p1", "p2", "d1", pairs=PairScheduler(PrefillDecodeRules()))
-    decoded_alone(it, "a", 5000, 1.0)
+    turn(it, "a", 5000, 1.0, computed=False)
     assert it.home("t", "p") is None
     turn(it, "b", 1000, 10.0)
-    decoded_alone(it, "c", 1100, 12.0)
+    turn(it, "c", 1100, 12.0, computed=False)
     assert it.home("t", "p") == "p1", "it still has what it computed before"
     for number in range(20):
-        decoded_alone(it, f"e{number}", 5000, 20.0 + number)
+        turn(it, f"e{number}", 5000, 20.0 + number, computed=False)
     assert it.strategy.pairs.most_prefill_tokens == math.inf, "no speed was seen"
 
 

@@ -94,26 +94,23 @@ def test_load_from_elsewhere_counts_once_two_reports_show_it() -> None:
 # -- What a routing that reads residents is told, and who waits where it says that no memory lasts
 
 
-def core(routing: Any, replicas: int = 1, sharing: Any = None, **more: Any) -> RoutingCore:
-    it = build_core(routing, sharing=sharing, lease_s=1e6, **more)
+def core(routing: Any = None, replicas: int = 1) -> RoutingCore:
+    it = build_core(routing or LeastDelayRouting(), estimator=expectations(), lease_s=1e6)
     return with_replicas(it, *(f"e{number}" for number in range(replicas)))
 
 
 coder = partial(asked, agent_type="coder")
 
 
-def keep_busy(it: RoutingCore) -> None:
-    """Each replica with a request of nobody's, that does not end."""
-    for number in range(len(it.fleet)):
-        it.take(routing_events.RequestReceived(f"busy {number}", "nobody", 1), 0.0)
-    assert all(replica.in_flight for replica in it.fleet.values())
+BUSY = routing_events.RequestReceived("busy", "nobody", 1)
+"""A request of nobody's, that does not end."""
 
 
 @pytest.mark.parametrize("resident_for_s", [300.0, 7.0])
 def test_silent_residents_keep_no_program_out(resident_for_s: float) -> None:
     preset = f'routing = {{ policy = "least-delay", resident_for_s = {resident_for_s} }}'
-    it = core(parse_cluster_preset(preset, source="x").routing, estimator=expectations())
-    keep_busy(it)
+    it = core(parse_cluster_preset(preset, source="x").routing)
+    it.take(BUSY, 0.0)
     it.take(coder("a"), 0.0)
     it.take(routing_events.RequestFinished("a", 5, "e0"), 1.0)
     assert sends(it.take(coder("b"), 2.0)) == []
@@ -124,7 +121,7 @@ def test_silent_residents_keep_no_program_out(resident_for_s: float) -> None:
 def test_of_many_replicas_those_with_the_most_room_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     route, shown = LeastDelayRouting.route, list[Any]()
     monkeypatch.setattr(LeastDelayRouting, "route", lambda *told: shown.append(told[1]) or route(*told))
-    it = core(LeastDelayRouting(), replicas=MAX_REPLICAS_COMPARED + 4, estimator=expectations())
+    it = core(replicas=MAX_REPLICAS_COMPARED + 4)
     for number in range(2 * MAX_REPLICAS_COMPARED):
         it.take(coder(f"a{number}", 100 + number), 0.0)
     homed = [len(replica.programs) for replica in it.fleet.values()]
@@ -134,9 +131,8 @@ def test_of_many_replicas_those_with_the_most_room_are_shown(monkeypatch: pytest
 
 
 def test_new_programs_wait_behind_one_for_which_no_memory_lasts() -> None:
-    it = core(LeastDelayRouting(), estimator=expectations())
-    keep_busy(it)
-    assert sends(it.take(coder("a"), 0.0)) == ["a"]
+    it = core()
+    assert sends(it.take(BUSY, 0.0) + it.take(coder("a"), 0.0)) == ["busy", "a"]
     assert sends(it.take(coder("b"), 1.0)) == [], "both would come to 1,800 of 1,000"
     clerk = asked("c", 10, agent_type="clerk")
     assert sends(it.take(clerk, 2.0)) == [], "there is memory for it, but it came later"
@@ -144,13 +140,13 @@ def test_new_programs_wait_behind_one_for_which_no_memory_lasts() -> None:
     assert sends(it.take(routing_events.RequestFinished("a", 5, "e0"), 3.0)) == []
     assert sends(it.take(routing_events.ProgramEnded("a", "t"), 3.0)) == ["b", "c"]
     assert len(it.waiting) == 0
-    alone = core(LeastDelayRouting(), estimator=expectations())
+    alone = core()
     assert sends(alone.take(coder("a"), 0.0) + alone.take(clerk, 2.0)) == ["a", "c"]
 
 
 def test_requests_without_a_program_do_not_wait() -> None:
     """Hints are advice: who gives none is served as without those who do."""
-    it = core(LeastDelayRouting(), estimator=expectations())
+    it = core()
     it.take(coder("a"), 0.0)
     assert sends(it.take(coder("b"), 1.0)) == []
     assert sends(it.take(routing_events.RequestReceived("plain", "t", 500), 2.0)) == ["plain"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,14 @@ class Client:
         self.cluster, self.http = cluster, http
         self.repeated = 0
 
-    async def turn(self, program: str, path: str = "/v1/chat/completions", **more: Any) -> str:
+    async def turn(self, program: str, **more: Any) -> str:
         """Send one turn, not streamed, and return the replica that answered. Fails for a status other than
         200."""
         end = time.monotonic() + DEADLINE_S
         while True:
             try:
                 async with self.http.post(
-                    self.cluster.url + path,
+                    f"{self.cluster.url}/v1/chat/completions",
                     json={"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **more},
                     headers={"X-Session-ID": program},
                 ) as answer:
@@ -59,15 +59,22 @@ class Client:
                 self.repeated += 1
                 await asyncio.sleep(0.05)
 
-    async def stream(self, program: str, began: Callable[[str], None] = lambda replica: None) -> bytes:
-        """Send a streamed turn of about 4 s, and return all received bytes."""
+    async def _stream(self, program: str, at: dict[str, str]) -> bytes:
         body = {"model": "tiny", "messages": [], "stream": True, "events": 40, "gap_s": 0.1}
         async with self.http.post(
             f"{self.cluster.url}/v1/chat/completions", json=body, headers={"X-Session-ID": program}
         ) as answer:
             assert answer.status == 200
-            began(answer.headers["X-Sojourn-Replica"])
+            at[program] = answer.headers["X-Sojourn-Replica"]
             return await answer.read()
+
+    async def streams(self, *programs: str) -> tuple[dict[str, str], dict[str, asyncio.Future[bytes]]]:
+        """Begin a streamed turn of about 4 s of each program. Return the replicas that answer, and all that
+        is received."""
+        at: dict[str, str] = {}
+        streams = {name: asyncio.ensure_future(self._stream(name, at)) for name in programs}
+        await until(lambda: len(at) == len(streams))
+        return at, streams
 
     async def get(self, path: str, url: str | None = None) -> Any:
         """Return the JSON of a GET, with the operator's key. ``url``: of a gateway; ``None``: of any."""

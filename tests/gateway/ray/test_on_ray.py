@@ -87,14 +87,7 @@ async def test_a_killed_engine_costs_no_request_and_streams_end_with_an_error(
     async with client(cluster) as it:
         homes = await homes_of(it, killed)
         before = await it.replicas()
-        streaming: dict[str, str] = {}
-        streams = {
-            name: asyncio.ensure_future(
-                it.stream(name, lambda at, name=name: streaming.update({name: at}))  # type: ignore[misc]
-            )
-            for name in list(homes)[:8]
-        }
-        await until(lambda: len(streaming) == 8)
+        streaming, streams = await it.streams(*list(homes)[:8])
         victim = homes[f"{killed}-0"]
         (engine,) = cluster.pids(f"{ENGINES} 127.0.0.1 {victim.rpartition(':')[2]}")
         turns = [asyncio.ensure_future(it.turn(name, delay_s=1.5)) for name in list(homes)[8:] * 3]
@@ -197,14 +190,7 @@ async def test_pairs_serve_while_a_decode_engine_is_killed(pairs: Pairs) -> None
         await until(there)
         decode = {name for name, role in known.items() if role == "decode"}
         assert len(decode) == DECODE
-        at: dict[str, str] = {}
-        streams = {
-            name: asyncio.ensure_future(
-                it.stream(name, lambda there, name=name: at.update({name: there}))  # type: ignore[misc]
-            )
-            for name in (f"pair-{number}" for number in range(8))
-        }
-        await until(lambda: len(at) == len(streams))
+        at, streams = await it.streams(*(f"pair-{number}" for number in range(8)))
         turns = [asyncio.ensure_future(it.turn(f"slow-{number}", delay_s=1.0)) for number in range(12)]
         victim = at["pair-0"]
         assert victim in decode
