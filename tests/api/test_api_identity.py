@@ -101,6 +101,7 @@ def user(session: str) -> dict[str, Any]:
         pytest.param({}, {"vllm_xargs": {"session_id": "own"}, **user("u")}, "own", id="vllm_xargs"),
         # What the request says itself stays, and an id is never made up.
         pytest.param({}, {"vllm_xargs": HINT, "prompt_cache_key": UUID}, None, id="a hint"),
+        pytest.param({}, {"vllm_xargs": HINT, "use_beam_search": True}, "hinted", id="a hint for beams"),
         pytest.param({}, {"store": False}, None, id="a response that is not stored"),
         pytest.param({}, {"prompt_cache_key": UUID + "\n"}, None, id="a control character"),
         pytest.param({}, {"prompt_cache_key": ["k"], "metadata": "me"}, None, id="other types"),

@@ -2,7 +2,7 @@
 
 vLLM reads the program in ``session_id`` of the body, then in ``X-Session-ID``. The middleware sets that
 header from ``client_identity``, and leaves a body that names a program, or has a hint, to vLLM and the
-scheduler.
+scheduler. With beam search it sets the hint's program, since vLLM's requests for the beams have no hint.
 A program's parent, root and agent type reach the engine as one ``program_start`` event.
 """
 
@@ -22,6 +22,7 @@ from sojourn.wire_events import ProgramStart
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..core.request_hints import read_identity
 from .api_errors import websocket_refusal
 from .api_keys import ApiKeys
 from .body_reader import utf8_json
@@ -47,6 +48,7 @@ class _Body(msgspec.Struct):
     vllm_xargs: Any = None
     metadata: Any = None
     prompt_cache_key: Any = None
+    use_beam_search: Any = None
 
 
 _is_refused = ContextVar("_is_refused", default=False)
@@ -108,15 +110,15 @@ class IdentityMiddleware:
                 identity = identify({}, None, user_id, body.prompt_cache_key, xargs_id)
             elif identity is not None and not is_hinted and own in (None, "", identity.program_id):
                 self._report(identity)  # a hint names its own parent
+            elif body.use_beam_search and (named := read_identity(None, xargs).program_id):
+                identity = ClientIdentity(named)
         return (scope if identity is None else with_session(scope, identity.program_id)), receive
 
     def _is_news(self, identity: ClientIdentity) -> bool:
-        if not any(identity[1:]):
-            return False
-        if identity.program_id not in self._reported:
-            return True
-        self._reported.move_to_end(identity.program_id)
-        return False
+        is_known = identity.program_id in self._reported
+        if is_known:
+            self._reported.move_to_end(identity.program_id)
+        return any(identity[1:]) and not is_known
 
     def _report(self, identity: ClientIdentity) -> None:
         """Start to report a program's relations. The request does not wait for the report."""

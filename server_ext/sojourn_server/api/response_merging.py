@@ -59,8 +59,7 @@ def merge_programs(answers: Sequence[Any], limit: int) -> dict[str, Any]:
 def merge_program(answers: Sequence[Any]) -> dict[str, Any] | None:
     """Return the answer of the engine that ran the most turns of the program; ``None`` if no engine knows the
     program."""
-    known = [answer for answer in answers if answer is not None]
-    return max(known, key=lambda program: program.get("turns", 0)) if known else None
+    return max(filter(None, answers), key=lambda program: program.get("turns", 0), default=None)
 
 
 def merge_capabilities(answers: Sequence[Any]) -> dict[str, Any]:

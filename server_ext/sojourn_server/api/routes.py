@@ -152,8 +152,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys, events: EventIntake | None = 
     @router.get("/stats")
     async def get_stats() -> JSONResponse:
         """Return the engine's current counters and gauges. ``/metrics`` exports them to Prometheus."""
-        found = await query("stats")
-        return JSONResponse(merge_stats(found, engine.engine_ids()))
+        return JSONResponse(merge_stats(await query("stats"), engine.engine_ids()))
 
     @router.get("/stream")
     async def get_stream(
