@@ -137,32 +137,24 @@ def test_the_victim_policy_sees_what_running_requests_have_run() -> None:
 
 
 def test_a_turns_waste_is_weighed_against_the_others_that_run() -> None:
-    """InferCept: half its own recompute, and the whole of it for the tokens beside it."""
-    e = VirtualEngine("infercept", curve=PrefillCurve(0.0, 0.1, 0.0))
+    """InferCept: half its own recompute, and all of it, in pieces of a step, for the tokens beside it."""
+    e = VirtualEngine("infercept", curve=PrefillCurve(0.0, 0.0, 0.01))
+    e.program_scheduler.pool.step_tokens = 20
     mine, other = e.arrive("p", prompt(40)), e.arrive("q", prompt(80))
     stranger = e.arrive(None, prompt(20))
     for request in (mine, other, stranger):
         e.admit(request)
-    lease = e.finish(mine)
-    context = e.program("p").context_tokens
-    assert lease.ttl_s == pytest.approx(context * 0.1 / 2 + context * 0.1 * (80 + 20) / context)
+
+    def ttl_s(program: str, beside: int) -> float:
+        context = e.program(program).context_tokens
+        pieces = math.ceil(context / 20)
+        chunked_s = pieces * 0.01 * math.ceil(context / pieces) ** 2
+        return 0.01 * context**2 / 2 + chunked_s * beside / context
+
+    assert e.finish(mine).ttl_s == pytest.approx(ttl_s("p", 80 + 20))
     e.finish(other)
     e.finish(stranger)
-    lease = e.leases.get("q")  # type: ignore[arg-type]
-    assert lease.ttl_s == pytest.approx(e.program("q").context_tokens * 0.1 / 2 + 0.1 * 20)
-
-
-def test_a_long_recompute_goes_in_pieces_of_a_step() -> None:
-    e = VirtualEngine("infercept", curve=PrefillCurve(0.0, 0.0, 0.01))
-    e.program_scheduler.pool.step_tokens = 20
-    mine, other = e.arrive("p", prompt(40)), e.arrive("q", prompt(80))
-    e.admit(mine)
-    e.admit(other)
-    lease = e.finish(mine)
-    context = e.program("p").context_tokens
-    pieces = math.ceil(context / 20)
-    chunked_s = pieces * 0.01 * math.ceil(context / pieces) ** 2
-    assert lease.ttl_s == pytest.approx(0.01 * context**2 / 2 + chunked_s * 80 / context)
+    assert e.leases.get(ProgramId("q")).ttl_s == pytest.approx(ttl_s("q", 20))
 
 
 def test_an_engine_that_stands_idle_is_counted_from_the_first_who_asks() -> None:

@@ -136,41 +136,31 @@ def test_a_victim_is_copied_ahead_only_where_it_would_be_offloaded() -> None:
         assert chosen == (b if copied else None)
 
 
-def test_the_way_back_goes_by_what_either_costs_now() -> None:
-    e = engine(host_blocks=100)
-    e.program_scheduler.state.reload.observe_step(1000, 1.0)  # a millisecond a token
-    demand_forecaster = e.program_scheduler.forecaster
-    link = e.program_scheduler.state.host_link
-    link.observe(LinkCosts(1e-4, 1e-4, 0.0, 0.0))
-    assert demand_forecaster.recovery(500, e.now) is RecoveryMethod.OFFLOAD
-    for busy_or_slow in (LinkCosts(1e-4, 1e-4, 10.0), LinkCosts(1e-3, 1e-3, 0.0, 0.0)):
-        link.observe(busy_or_slow)
-        assert demand_forecaster.recovery(500, e.now) is RecoveryMethod.RECOMPUTE
-    nowhere_to_copy_to = engine().program_scheduler.forecaster
-    assert nowhere_to_copy_to.recovery(500, 0.0) is RecoveryMethod.RECOMPUTE
-
-
-def test_every_rule_has_the_same_price_of_getting_kv_back() -> None:
+def test_every_rule_has_the_same_price_of_getting_kv_back_and_the_cheaper_way_is_taken() -> None:
     """What a step measures of the link counts for preemption as for leases, assumptions included."""
     e = engine(host_blocks=100)
-    state, demand_forecaster = e.program_scheduler.state, e.program_scheduler.forecaster
+    state, forecaster = e.program_scheduler.state, e.program_scheduler.forecaster
     state.reload.observe_step(1000, 1.0)  # a millisecond a token
-    assumed_s = state.host_link.load_s(500)
-    assert assumed_s == pytest.approx(500 * state.pool.block_bytes / state.pool.block_size / 4e9)
-
-    def recovers_s(tokens: int) -> float:
-        return demand_forecaster.with_predictions(running(start(e), context=tokens), e.now).recover_s
-
-    assert recovers_s(500) == pytest.approx(2 * assumed_s), "out and back, at the assumed speed"
-    e.program_scheduler.handle(StepCompleted(1, 0.01, 1, LinkCosts(None, 2e-4, loads_queued_s=0.0)), e.now)
-    assert state.host_link.load_s(500) == pytest.approx(0.1)
-    assert recovers_s(500) == pytest.approx(0.1 + assumed_s)
-    e.program_scheduler.handle(StepCompleted(1, 0.01, 1, LinkCosts(None, 2e-4, loads_queued_s=0.3)), e.now)
-    assert state.host_link.load_s(500) == pytest.approx(0.4), "behind the copies that wait"
-    assert recovers_s(500) == pytest.approx(0.4), "they go while it is copied out"
-    e.program_scheduler.handle(StepCompleted(1, 0.01, 1, LinkCosts(None, None, loads_queued_s=3.0)), e.now)
-    assert recovers_s(500) == pytest.approx(0.5), "computing is faster"
-    assert engine().program_scheduler.state.host_link.load_s(500) is None, "there is no host memory"
+    assumed_s = 500 * state.pool.block_bytes / state.pool.block_size / 4e9
+    offload, recompute = RecoveryMethod.OFFLOAD, RecoveryMethod.RECOMPUTE
+    for link, load_s, recover_s, method in (
+        (None, assumed_s, 2 * assumed_s, offload),  # out and back, at the assumed speed
+        (LinkCosts(None, 2e-4, loads_queued_s=0.0), 0.1, 0.1 + assumed_s, offload),
+        # Behind the loads that wait; they go while it is copied out.
+        (LinkCosts(None, 2e-4, loads_queued_s=0.3), 0.4, 0.4, offload),
+        (LinkCosts(None, None, loads_queued_s=3.0), 3.0, 0.5, recompute),
+        (LinkCosts(1e-4, 1e-4, 0.0, 0.0), 0.05, 0.1, offload),
+        (LinkCosts(1e-4, 1e-4, 10.0, 0.0), 0.05, 0.5, recompute),
+        (LinkCosts(1e-3, 1e-3, 0.0, 0.0), 0.5, 0.5, recompute),
+    ):
+        e.program_scheduler.handle(StepCompleted(1, 0.01, 1, link), e.now)
+        assert state.host_link.load_s(500) == pytest.approx(load_s)
+        view = forecaster.with_predictions(running(start(e), context=500), e.now)
+        assert view.recover_s == pytest.approx(recover_s)
+        assert forecaster.recovery(500, e.now) is method
+    nowhere = engine().program_scheduler
+    assert nowhere.state.host_link.load_s(500) is None
+    assert nowhere.forecaster.recovery(500, 0.0) is recompute
 
 
 @settings(max_examples=60)

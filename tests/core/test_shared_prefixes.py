@@ -1,4 +1,4 @@
-"""Shared prefixes against a naive count of sets."""
+"""Contexts' hashes: their bound, and shared prefixes, against naive lists and sets."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart
-from sojourn_server.core.context_hashes import PlacedPrefixes, PrefixTree
+from sojourn_server.core.context_hashes import HashLists, PlacedPrefixes, PrefixTree
 from sojourn_server.core.events_and_actions import TurnFinishReason
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from sojourn_server.policies.placement.placement_views import Tier
@@ -28,6 +28,20 @@ def chain(*tokens: int) -> list[Any]:
 
 def common(one: list[Any], other: list[Any]) -> int:
     return len({*one} & {*other})
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 8))), st.integers(0, 20))
+def test_of_hash_lists_the_oldest_go_first_and_the_bound_is_exact(
+    ops: list[tuple[str, int]], limit: int
+) -> None:
+    lists = HashLists[str](limit)
+    model: list[tuple[str, list[int]]] = []
+    for name, size in ops:
+        lists.put(name, [*range(size)])
+        model = [each for each in model if each[0] != name] + [(name, [*range(size)])]
+        while sum(len(hashes) for _, hashes in model) > limit:
+            del model[0]
+        assert list(lists.items()) == model
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -11,7 +11,6 @@ from sojourn.aeg import END, START
 from sojourn.ids import ProgramId
 from sojourn.wire_events import AegReport, ProgramEnd, ToolStart, ToolStop
 from sojourn_server.core.events_and_actions import EngineActionKind, Tick, TurnFinishReason
-from sojourn_server.core.scheduler_state import Histories
 from sojourn_server.core.workflow_predictor import MAX_PREFETCH_TRIES
 from sojourn_server.metrics.turn_ledger import LossCause
 from sojourn_server.policies.policy_views import AbandonedBranch
@@ -99,11 +98,6 @@ def test_memory_pressure_ends_leases_before_their_time() -> None:
     assert ProgramId("p") in leases
     scheduler.handle(Tick(used_blocks=90), agents.engine.now)
     assert ProgramId("p") not in leases, "half of its hundred seconds are over"
-    agents.turn("q", expected_steps_left=9.0)
-    scheduler.handle(Tick(used_blocks=89), agents.engine.now)
-    assert ProgramId("q") in leases
-    scheduler.handle(Tick(used_blocks=99), agents.engine.now)
-    assert ProgramId("q") not in leases
 
 
 def test_a_declared_graph_says_what_follows_its_node() -> None:
@@ -240,30 +234,30 @@ def prefetches(agents: Agents) -> list[tuple[str, float]]:
     return [(d.reason, d.numbers["blocks"]) for d in decisions if d.kind == "prefetch"]
 
 
-def with_history(turns: int = 3) -> Histories:
-    agents = Agents()
+def in_its_tool(*, in_host: bool) -> Agents:
+    """Agents of which "p" waits for its tool. 15 blocks of its context were evicted, and host memory may have
+    them. Forty others have had three turns and ended."""
+    before = Agents()
     for number in range(40):
-        agents.live(f"a{number}", turns)
-    return agents.engine.program_scheduler.histories
+        before.live(f"a{number}", 3)
+    agents = Agents(histories=before.engine.program_scheduler.histories)
+    agents.turn("p")
+    assert prefetches(agents) == []
+    if in_host:
+        agents.engine.in_host.update(agents.engine.program_scheduler.context(ProgramId("p")) or ())
+    agents.engine.evict(agents.contexts["p"], keep=10)
+    return agents
 
 
 def test_a_prefix_is_asked_for_before_the_tool_may_end_and_said_to_be_nowhere() -> None:
-    agents = Agents(histories=with_history())
-    agents.turn("p")
-    assert prefetches(agents) == []
-    agents.engine.evict(agents.contexts["p"], keep=10)
+    agents = in_its_tool(in_host=False)
     agents.engine.wait(1.1)
     agents.engine.wait(50.0)
     assert prefetches(agents) == [("no_tier", 15.0)], "told once"
 
 
 def test_a_context_below_is_on_the_device_before_its_tool_ends() -> None:
-    agents = Agents(histories=with_history())
-    agents.turn("p")
-    context = agents.contexts["p"]
-    blocks = list(agents.engine.program_scheduler.context(ProgramId("p")) or ())
-    agents.engine.evict(context, keep=10)
-    agents.engine.in_host.update(blocks)
+    agents = in_its_tool(in_host=True)
     agents.engine.spare_blocks = 1000
     agents.engine.wait(1.1)
     assert prefetches(agents) == [("to_device", 15.0)]
@@ -276,10 +270,7 @@ def test_a_context_below_is_on_the_device_before_its_tool_ends() -> None:
 
 
 def test_without_spare_blocks_it_is_tried_again_a_bounded_number_of_times() -> None:
-    agents = Agents(histories=with_history())
-    agents.turn("p")
-    agents.engine.in_host.update(agents.engine.program_scheduler.context(ProgramId("p")) or ())
-    agents.engine.evict(agents.contexts["p"], keep=10)
+    agents = in_its_tool(in_host=True)
     agents.engine.wait(1.1)
     assert prefetches(agents) == [("in_host", 15.0)]
     agents.engine.spare_blocks = 55  # of which 50 are left for requests
