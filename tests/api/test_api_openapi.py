@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from sojourn_server.api.api_keys import ApiKeys
 from sojourn_server.api.openapi import PREFIX
 from sojourn_server.api.routes import build_router
 from sojourn_server.core.engine_answers import MissingTiers, TierCapabilities, TierCapacity
-from sojourn_server.core.engine_service import KVTransferStatus, stock_answer
+from sojourn_server.core.engine_service import stock_answer
 from sojourn_server.metrics.metrics_recorder import MetricsRecorder
 from virtual_engine import VirtualEngine, prompt
 
@@ -26,11 +27,6 @@ from virtual_engine import VirtualEngine, prompt
 def document() -> dict[str, Any]:
     found: dict[str, Any] = client_of(VirtualRpc(VirtualEngine())).get(f"{PREFIX}/openapi.json").json()
     return found
-
-
-class PrefillStatus(KVTransferStatus):
-    def capabilities(self) -> dict[str, Any]:
-        return {"role": "prefill"}
 
 
 def busy_engine() -> VirtualEngine:
@@ -120,7 +116,8 @@ def test_every_answer_is_as_the_document_says(document: dict[str, Any]) -> None:
     both = client_of(VirtualRpc(engine, VirtualEngine()))
     for url in ("/programs", "/programs/a", "/programs/a/explain", "/stats", "/decisions?engine=1"):
         ask(contract, both, url)
+    paths: Any = SimpleNamespace(capabilities=lambda: {"role": "prefill"}, stats=lambda: None)
     for name in ("capabilities", "stats"):
-        rpc.instead[name] = json.loads(stock_answer(name, PrefillStatus(), {"vllm": "0"}, MetricsRecorder()))
+        rpc.instead[name] = json.loads(stock_answer(name, paths, {"vllm": "0"}, MetricsRecorder()))
     ask(contract, client_of(rpc), "/capabilities")
     ask(contract, client_of(rpc), "/stats")

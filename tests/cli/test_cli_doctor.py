@@ -127,8 +127,8 @@ TIERS = {
             "tiers", True, "SojournConnector, host memory for 0.5 GiB, disk for 2,048 GiB or 1 blocks", "",
         ),
         (
-            {"tiers": {**TIERS, "disk": None, "on": False, "off_because": "an error of ours"}}, "tiers", False,
-            "SojournConnector, host memory for 8 GiB or 2,048 blocks; turned off: an error of ours",
+            {"tiers": {**TIERS, "disk": None, "on": False, "off_because": "an error"}}, "tiers", False,
+            "SojournConnector, host memory for 8 GiB or 2,048 blocks; turned off: an error",
             "see the server's log; until a restart, evicted KV is computed again",
         ),
         ({"tiers": None}, "tiers", None, "none below the device: evicted KV is computed again", ""),

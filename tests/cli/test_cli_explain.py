@@ -138,12 +138,10 @@ def test_a_turn_that_is_unknown_is_an_error_though_the_program_be_known(serve: A
     assert refused("explain", "a", "--turn", "9").message.endswith("404 no such turn")
 
 
-PLACED = {"seq": 3, "at_s": 0.5, "kind": "to_device", "reason": "free_capacity", "need_blocks": 3.0}
-OFF = {"seq": 7, "at_s": 0.9, "kind": "keep", "reason": "policy_off", "ttl_s": 0}
-
-
 def test_a_policy_without_leases_shows_the_place_and_what_each_turn_reused(serve: Any) -> None:
-    decisions = [{**PLACED, "worth": 1.0}, OFF]
+    placed = {"kind": "to_device", "reason": "free_capacity", "need_blocks": 3.0, "worth": 1.0}
+    off = {"kind": "keep", "reason": "policy_off", "ttl_s": 0}
+    decisions = [{"seq": 3, "at_s": 0.5, **placed}, {"seq": 7, "at_s": 0.9, **off}]
     server = serve(answers(row("a"), decisions=decisions, decision_lines=decision_lines(decisions)))
     turns = [
         {"turn": 1, "tokens": {"prompt": 40, "device": 0, "host": 0}},

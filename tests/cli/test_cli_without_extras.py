@@ -34,10 +34,6 @@ def without(blocked: tuple[str, ...], code: str, *arguments: str) -> subprocess.
 MAIN = "from sojourn_server.cli import main; main()"
 
 
-def test_the_package_depends_on_msgspec_alone() -> None:
-    assert [re.split(r"[<>=;\[ ]", each)[0] for each in PROJECT["dependencies"]] == ["msgspec"]
-
-
 def test_every_extra_that_a_message_names_exists() -> None:
     extras = PROJECT["optional-dependencies"]
     assert set(EXTRAS.values()) <= extras.keys()

@@ -33,13 +33,11 @@ class EchoEngine(HandlerServer):
         garble: Any = lambda number, command: command,
         *,
         capabilities: bytes = OURS,
-        decode: Any = None,
         api_key: str | None = None,
     ) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.garble = garble
-        self.decode = decode or (lambda ids: bytes(ids).decode())
         self.lock = threading.Lock()
         owner = self
 
@@ -96,7 +94,7 @@ class EchoEngine(HandlerServer):
         ids = body.get("vllm_xargs", {}).get("replay_ids")
         message: dict[str, Any] = {"role": "assistant", "content": "free"}
         if ids:
-            text = self.decode(ids)
+            text = bytes(ids).decode()
             found = re.fullmatch(r"(.*\n)<tool_call>\n(.*)\n</tool_call><\|im_end\|>", text, re.DOTALL)
             assert found is not None, text
             call = json.loads(found.group(2))

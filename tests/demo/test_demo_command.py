@@ -32,10 +32,6 @@ def run(*options: str) -> Result:
     return CliRunner().invoke(build_app(), ["demo", *options])
 
 
-def run_one(engine: EchoEngine, *options: str) -> Result:
-    return run("--programs", "1", "--arms", "sojourn", "--url", engine.url, *options)
-
-
 @pytest.fixture
 def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first task is one whose tests do not sleep."""
@@ -45,7 +41,7 @@ def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_directory_of_a_failed_program_is_kept_and_printed(places: Path, no_sleep: None) -> None:
     with EchoEngine(lambda number, command: "true" if number == 3 else command) as engine:
-        answer = run_one(engine)
+        answer = run("--programs", "1", "--arms", "sojourn", "--url", engine.url)
     (kept,) = places.glob("sojourn-demo-*")
     assert answer.exit_code == 1
     assert f"repositories and logs: {kept}" in answer.output

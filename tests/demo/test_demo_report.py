@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
@@ -42,10 +43,9 @@ def arm(name: str, *programs: DemoProgramRecord, ttft_s: float = 1.0) -> ArmReco
 
 
 def printed(result: dict[str, Any]) -> str:
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        console.print(table(result))
-    return " ".join(console.export_text().split())
+    out = io.StringIO()
+    Console(width=120, file=out).print(table(result))
+    return " ".join(out.getvalue().split())
 
 
 def test_again_is_what_was_there_before() -> None:

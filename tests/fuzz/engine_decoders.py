@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from decoder import Decoder, in_file, json_bytes, of_text
+from kv_blocks import BLOCK_BYTES, identity
 from sojourn.aeg import END, START
 from sojourn.wire_codec import (
     EventBatch,
@@ -25,7 +26,7 @@ from sojourn.wire_codec import (
 )
 from sojourn.wire_events import AegReport, ProgramEnd, ToolStart, ToolStop
 from sojourn_server.core.request_hints import read_identity
-from sojourn_server.kv_offload.shared_store import HEADER_BYTES, BlockCorrupt, KvIdentity, SharedStore, header
+from sojourn_server.kv_offload.shared_store import HEADER_BYTES, BlockCorrupt, SharedStore, header
 from sojourn_server.kv_transfer.peer_transport import parse_address
 from sojourn_server.kv_transfer.transfer_request import parse_transfer_params
 from sojourn_server.kv_transfer.transfer_wire import HEAD_BYTES, PeerWireError, decode, decode_head
@@ -69,16 +70,8 @@ PARAMS = (
     {"do_remote_decode": True, "transfer": "t", "peer": "tcp:h:1", "decode_reads": True},
     {"do_remote_prefill": True, "transfer": "t", "context": "t.0", "stored": 12},
 )
-IDENTITY = KvIdentity(
-    model="tiny@1 float32",
-    kv_dtype="float32",
-    block_tokens=64,
-    block_bytes=96,
-    layers=2,
-    hash_scheme="sha256/seed=0/16",
-    vllm_version="0.32.0",
-)
-KEY, PAYLOAD = bytes(range(32)), bytes(range(96))
+IDENTITY = identity()
+KEY, PAYLOAD = bytes(range(32)), bytes(range(BLOCK_BYTES))
 
 
 def whole_batch(data: bytes, folder: Path) -> Any:

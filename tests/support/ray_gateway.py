@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -126,22 +127,16 @@ class RayGateway:
                 return int(one.pid)
         raise AssertionError(f"nobody listens at {port}")
 
-    def cluster_address(self) -> str:
-        """Return the address of this gateway's cluster. Without an address, a Ray driver would connect to any
-        cluster on this machine."""
-        for _, words in self._asked(lambda one: one.cmdline()):
-            for word in words:
-                if word.startswith("--gcs-address="):
-                    return str(word.partition("=")[2])
-        raise AssertionError("no process of Ray's tells an address")
-
     def run(self, script: Path, *arguments: str) -> str:
         """Run ``script`` as a driver on the cluster, and return the last line of its output. Its first
         argument is the path of the config file; ``arguments`` follow. Fails if the script fails."""
+        words = itertools.chain.from_iterable(words for _, words in self._asked(lambda one: one.cmdline()))
+        address = next(word.partition("=")[2] for word in words if word.startswith("--gcs-address="))
         done = subprocess.run(
             [sys.executable, str(script), str(self.config_path), *arguments],
-            # With RAY_ADDRESS set, Ray sends its token only in this mode.
-            env={**self.environment, "RAY_ADDRESS": self.cluster_address(), "RAY_AUTH_MODE": "token"},
+            # Without an address, a driver would connect to any cluster on this machine. With one, Ray sends
+            # its token only in this mode.
+            env={**self.environment, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"},
             capture_output=True, text=True, timeout=DEADLINE_S * 2,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr

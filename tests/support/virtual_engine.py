@@ -260,9 +260,6 @@ class VirtualEngine(EngineView):
             "free": total - leased - cached,
         }
 
-    def tier_state(self) -> dict[str, Any]:
-        return {}
-
     def handle(self, event: EngineEvent, now: float) -> list[Action]:
         return self.program_scheduler.handle(event, now)
 
