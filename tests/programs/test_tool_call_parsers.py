@@ -219,52 +219,29 @@ def test_command_lines(line: str, main: str | None) -> None:
     assert main_head(line) == main
 
 
-HOSTILE = [
-    "`" * 1_000_000,
-    "{" * 1_000_000,
-    '{"' * 500_000,
-    '{"a":' * 200_000,
-    "[{" * 500_000,
-    '{"a":[' * 100_000 + "1" * 10_000,
-    '{"a": ' + "9" * 10_000 + "}",
-    "<tool_call>" * 90_000,
-    "<tool_call>{" * 90_000,
-    "<function=f>" * 90_000,
-    "<parameter=a>" * 90_000,
-    "<" * 1_000_000,
-    "```bash\n" * 120_000,
-    "```bash\n" + "$(" * 400_000 + "\n```",
-    "```bash\n" + "<<A " * 200_000 + "\n" * 10 + "\n```",
-    "```bash\n" + '"\\' * 400_000 + "\n```",
-    "a" * 1_000_000 + "()",
-    "\x00\ud800" * 1000,
-    "<|a|>" * 200_000,
-    "</s>" * 250_000,
-]
-
-
-@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":' * 200_000,
+        '{"a":[' * 100_000 + "1" * 10_000,
+        ('{"a":[' + "1," * 300) * 200,
+        '{"a": ' + "9" * 10_000 + "}",
+    ],
+    ids=["deep objects", "deep lists", "lists that do not end", "a long number"],
+)
 def test_hostile_output_is_read_with_bounded_work(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work is counted, not timed: characters given to the JSON decoder."""
+    """Work is counted, not timed: of each of these texts, the JSON decoder reads all that is left of it. That
+    no other text takes long is shown by ``tests/fuzz``."""
     decoded: list[int] = []
     decode = tool_call_parsers._decode
 
     def counting_decode(value: str, start: int = 0) -> object:
-        try:
-            result = decode(value, start)
-        except json.JSONDecodeError as error:
-            whole = error.msg.startswith("Unterminated")
-            decoded.append((len(value) if whole else error.pos) - start)
-            raise
-        except (ValueError, RecursionError):
-            decoded.append(len(value) - start)
-            raise
-        decoded.append(result[1] - start)
-        return result
+        decoded.append(len(value) - start)
+        return decode(value, start)
 
     monkeypatch.setattr(tool_call_parsers, "_decode", counting_decode)
-    assert len(parse_tool_calls(text)) <= tool_call_parsers.MAX_CALLS
-    assert sum(decoded) <= 8 * tool_call_parsers._JSON_SCAN_BUDGET
+    assert parse_tool_calls(text) == ()
+    assert 0 < sum(decoded) <= 2 * tool_call_parsers._JSON_SCAN_BUDGET
 
 
 def test_only_the_tail_is_read() -> None:
