@@ -26,7 +26,6 @@ from sojourn_server.policies.placement.placement_policy import (
     MAX_EXCHANGES,
     MoveReason,
     MoveTiming,
-    PlacementPolicy,
     TierMove,
 )
 from sojourn_server.policies.placement.placement_views import PlacementView, ProgramTierView, Tier
@@ -229,19 +228,11 @@ def test_a_move_is_told_to_the_engine_and_to_all_who_go_by_it() -> None:
 def test_the_view_has_the_measured_link_and_its_queue() -> None:
     policy = Watched()
     engine = Engine(policy, host=20)
-    engine.program_scheduler.pool.host_s_per_token = 0.5
-
-    def host() -> tuple[float | None, float]:
-        engine.come(None, 1)
-        order(engine, policy, "p", DEVICE)
-        return policy.views[-1].host.load_s_per_block, policy.views[-1].host.load_queue_s
-
     engine.come("p", 2)
-    assert host() == (2.0, 0.0)
-    engine.program_scheduler.handle(
-        StepCompleted(1, 0.1, 1, LinkCosts(None, 0.25, loads_queued_s=3.0)), engine.now
-    )
-    assert host() == (1.0, 3.0)
+    link = LinkCosts(None, 0.25, loads_queued_s=3.0)
+    engine.program_scheduler.handle(StepCompleted(1, 0.1, 1, link), engine.now)
+    order(engine, policy, "p", DEVICE)
+    assert (policy.views[-1].host.load_s_per_block, policy.views[-1].host.load_queue_s) == (1.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -324,24 +315,6 @@ def test_a_context_is_worth_what_the_next_prompt_finds_of_it(
         whole_s = 0.01 * engine.program(name).context_tokens
         assert rebuild_s(name) > 0, "0 means unknown"
         assert rebuild_s(name) == pytest.approx(0.1 * kept_blocks * whole_s, rel=0.2, abs=0.02)
-
-
-def test_nobody_is_placed_where_the_policy_says_stay() -> None:
-    engine = Engine(PlacementPolicy())
-    request = engine.come("a", 5)
-    assert not engine.parked(request)
-    engine.admit(request)
-    engine.wait(1.0)
-    engine.finish(request)
-    engine.program_scheduler.cache_reset(engine.now)
-    assert engine.tier("a") is DEVICE
-    assert engine.tier("nobody") is DEVICE
-    assert engine.program_scheduler.label(ProgramId("a")) is Tier.DEVICE
-    engine.end("a")
-    assert engine.program_scheduler.label(ProgramId("a")) is Tier.WAITING
-    assert engine.program_scheduler.label(None) is Tier.WAITING
-    assert engine.placed() == []
-    assert sum(engine.program_scheduler.tiers.counts().values()) == 0
 
 
 # -- how often it is asked, and how much ----------------------------------------------------------
@@ -514,6 +487,8 @@ def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_o
     assert len(engine.placed()) == placed
     assert len(policy.views) == asked
     assert engine.tier("b") is DEVICE
+    label = engine.program_scheduler.label
+    assert (label(ProgramId("b")), label(ProgramId("a")), label(None)) == (DEVICE, WAITING, WAITING)
     tier_manager = engine.program_scheduler.tiers
     assert sum(tier_manager.counts().values()) == 0
     assert not tier_manager._places, "no table holds a request"

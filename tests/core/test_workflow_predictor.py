@@ -207,7 +207,10 @@ def test_everything_that_changes_a_score_says_so() -> None:
                 for request in list(agents.program(name).live_requests):
                     agents.engine.finish(request, outcome=random.choice(list(TurnFinishReason)))
             case 3:
-                tool(agents, name, 0.1)
+                call = {"program_id": name, "call_id": "c", "seq": -1}
+                agents.engine.send(ToolStart(**call, tool="bash", tool_class="pytest"))
+                agents.engine.wait(0.1)
+                agents.engine.send(ToolStop(**call, duration_s=0.1))
             case 4:
                 agents.engine.wait(random.choice((0.1, 1.0, 1900.0)))
             case 5:
@@ -217,13 +220,6 @@ def test_everything_that_changes_a_score_says_so() -> None:
             assert {ProgramId(n) for n in now if now[n] != before[n]} <= workflow_predictor._changed.keys()
         before, scale = now, workflow_predictor.scale_changes
         workflow_predictor._changed.clear()
-
-
-def tool(agents: Agents, name: str, duration_s: float) -> None:
-    call = {"program_id": name, "call_id": "c", "seq": -1}
-    agents.engine.send(ToolStart(**call, tool="bash", tool_class="pytest"))
-    agents.engine.wait(duration_s)
-    agents.engine.send(ToolStop(**call, duration_s=duration_s))
 
 
 # -- prefetch ---------------------------------------------------------------------------

@@ -444,17 +444,6 @@ def test_a_small_disk_is_written_to_an_end(
     assert written <= sum(blocks for blocks, _ in programs) + disk_blocks
 
 
-def test_the_beginnings_stay_on_a_small_disk_and_host_memory_keeps_the_rest() -> None:
-    planner = OffloadScheduler(TierLimits(host_slots=100, disk_blocks=10))
-    cold = keys(0, 30)
-    stored(planner, cold, RetentionRank.COLD)
-    for _ in range(10):
-        step(planner)
-    assert not planner.has_jobs
-    assert {*planner.disk.blocks} == {*cold[:10]}
-    assert planner.host.room(RetentionRank.PLAIN) == 80, "20 are in host memory alone"
-
-
 def test_of_programs_that_leave_together_a_small_disk_keeps_what_it_can() -> None:
     """Each write of one used to delete a block of the other, which was written again."""
     planner, now = OffloadScheduler(TierLimits(host_slots=100, disk_blocks=10)), 0.0

@@ -88,11 +88,3 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=40)
-
-
-async def test_memory_is_cut_into_slots_and_layers() -> None:
-    pool = BufferPool(3, 12, 3)
-    one, other = await pool.lease(2)
-    one.memory[:] = bytes(range(12))
-    assert bytes(one.layer(2)) == bytes([8, 9, 10, 11])
-    assert bytes(other.memory) == bytes(12)

@@ -141,8 +141,8 @@ def test_a_peer_that_has_read_for_a_request_is_told_when_it_ends_without_a_push(
 # -- Contexts that no request asks for, while others wait for their buffers.
 
 
-def pushed(world: World, sender: Engine, name: str, first: int, blocks: int = 8) -> list[bytes]:
-    context = keys(*range(first, first + blocks))
+def pushed(sender: Engine, name: str, first: int) -> list[bytes]:
+    context = keys(*range(first, first + 8))
     sender.push(name, "d", context)
     return context
 
@@ -150,11 +150,11 @@ def pushed(world: World, sender: Engine, name: str, first: int, blocks: int = 8)
 def test_what_was_left_makes_room_before_others_lose_patience() -> None:
     world, p, d = two_engines(limits={"slots": 16})
     for number in range(2):
-        pushed(world, p, f"left{number}", 100 * number)
+        pushed(p, f"left{number}", 100 * number)
     world.run(0.1)
     assert d.buffers.used == 16
     for number in range(6):
-        context = pushed(world, p, f"live{number}", 1000 + 10 * number)
+        context = pushed(p, f"live{number}", 1000 + 10 * number)
         d.expect(f"live{number}")
         world.run(1.4, until=lambda name=f"live{number}": d.over("prompt", name) is not None)  # type: ignore[misc]
         assert not d.over("prompt", f"live{number}").why
@@ -170,12 +170,12 @@ def test_what_was_left_makes_room_before_others_lose_patience() -> None:
 
 def test_what_a_request_in_the_queue_expects_stays_and_what_nobody_expects_makes_room() -> None:
     world, p, d = two_engines(limits={"slots": 16})
-    pushed(world, p, "expected", 0)
+    pushed(p, "expected", 0)
     d.expect("expected")
     world.run(1.0)
-    pushed(world, p, "left", 100)
+    pushed(p, "left", 100)
     world.run(1.0)
-    pushed(world, p, "next", 200)
+    pushed(p, "next", 200)
     d.expect("next")
     world.run(1.4)
     assert len(d.prompt("next")) == 8

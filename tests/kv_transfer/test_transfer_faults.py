@@ -21,11 +21,9 @@ from sojourn_server.kv_transfer.transfer_wire import (
     DataMessage,
     FailedMessage,
     HelloMessage,
-    NeedMessage,
-    OfferMessage,
+    PingMessage,
     ReadMessage,
     RefusedMessage,
-    WelcomeMessage,
     WireMessage,
 )
 
@@ -112,19 +110,9 @@ def test_a_peer_that_dies_at_any_message_leaves_nothing_behind(
     release_buffers(world, here, there)
 
 
-LOSABLE = [
-    HelloMessage,
-    WelcomeMessage,
-    ReadMessage,
-    OfferMessage,
-    NeedMessage,
-    DataMessage,
-    FailedMessage,
-    CompleteMessage,
-]
-
-
-@pytest.mark.parametrize("kind", LOSABLE, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [each for each in SPOKEN if each is not PingMessage], ids=lambda kind: kind.__name__
+)
 def test_a_message_that_is_lost_and_nobody_hears_of_it_costs_a_lease_and_no_more(
     kind: type[WireMessage],
 ) -> None:
