@@ -146,15 +146,13 @@ class World(RuleBasedStateMachine):
         name = ProgramId(f"p{self.born:03}")
         began_s = self.now
         agent = Agent(name, began_s, blocks, blocks + growth, context=blocks, returning=True)
-        self.agents[name] = agent
         for tier in (DEVICE, HOST, DISK):
-            view = self.view()
-            group = {DEVICE: view.on_device, HOST: view.on_host, DISK: view.on_disk}[tier]
-            held = sum(self.size(each) if tier is DEVICE else each.context_blocks for each in group)
-            need = self.size(agent.seen()) if tier is DEVICE else blocks
-            if held + need <= self.capacity[tier]:
+            held = [one.seen() for one in (*self.agents.values(), agent) if one.tier is tier or one is agent]
+            sizes = [self.size(one) if tier is DEVICE else one.context_blocks for one in held]
+            if sum(sizes) <= self.capacity[tier]:
                 agent.tier = tier
                 break
+        self.agents[name] = agent
         agent.clock.update(began_s, running=True, live=True)
         agent.last_active_s = began_s + reasoning_s
         agent.clock.update(agent.last_active_s, running=False, live=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from statistics import StatisticsError, correlation
 from typing import Any
 
 import pytest
@@ -81,13 +82,10 @@ def test_the_maximum_stays_within_its_factor_of_the_true_one(values: list[float]
 
 def naive_memoryfulness(totals: list[int]) -> float:
     pairs = [(k, n - k) for n in totals for k in range(1, n + 1)]
-    if len(pairs) < 2:
+    try:
+        return -correlation([x for x, _ in pairs], [y for _, y in pairs])
+    except StatisticsError:  # fewer than two pairs, or all alike
         return 1.0
-    mean_x = sum(x for x, _ in pairs) / len(pairs)
-    mean_y = sum(y for _, y in pairs) / len(pairs)
-    covariance = sum((x - mean_x) * (y - mean_y) for x, y in pairs)
-    spread = math.sqrt(sum((x - mean_x) ** 2 for x, _ in pairs) * sum((y - mean_y) ** 2 for _, y in pairs))
-    return -covariance / spread if spread else 1.0
 
 
 @given(st.lists(st.integers(0, 40), max_size=40), st.integers(1, 12))

@@ -125,17 +125,14 @@ def program(agent_type: str | None = "coder", name: str = "p") -> ProgramState:
     return ProgramState(ProgramId(name), 1, 0.0, agent_type=agent_type)
 
 
-def live(
-    workflows: WorkflowHistory, *tools: str, agent_type: str = "coder", ended: bool = True
-) -> ProgramState:
+def live(workflows: WorkflowHistory, *tools: str, agent_type: str = "coder") -> None:
     """A program whose turns call these tools, the last of which ends it."""
     run = program(agent_type)
     for number, tool in enumerate(tools, start=1):
         if number > 1:
             workflows.came_back(run, run.pending_tool, 1.0, run.context_tokens + 10)
         run.turns, run.pending_tool, run.context_tokens = number, tool, 100 * number
-    workflows.learn_ended_program(run, ended=ended, turn_open=True)
-    return run
+    workflows.learn_ended_program(run, ended=True, turn_open=True)
 
 
 def at(*tools: str) -> ProgramState:
