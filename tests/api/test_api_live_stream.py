@@ -60,14 +60,17 @@ def test_a_delta_has_what_changed_and_what_is_held() -> None:
 
 
 class Source:
-    """Says at each call that one more program has changed. A frame takes ``spent_s`` of an engine's CPU."""
+    """Says at each call that one more program has changed, or fails with ``error``. A frame takes ``spent_s``
+    of an engine's CPU."""
 
-    def __init__(self, spent_s: float = 0.0) -> None:
-        self.spent_s = spent_s
+    def __init__(self, spent_s: float = 0.0, error: Exception | None = None) -> None:
+        self.spent_s, self.error = spent_s, error
         self.asked: list[float | None] = []
 
     async def take(self, changed_within_s: float | None) -> SourceFrame:
         self.asked.append(changed_within_s)
+        if self.error is not None:
+            raise self.error
         row = msgspec.structs.replace(BLANK, program_id=f"p{len(self.asked)}", tenant="t")
         other = msgspec.structs.replace(BLANK, program_id="other", tenant="u", turns=len(self.asked))
         engine = EngineRow(engine="0", now_s=1.0, turns=7, spent_s=self.spent_s)
@@ -120,13 +123,7 @@ async def test_a_stream_ends_with_its_server_and_after_three_failures() -> None:
     hub.close()
     with pytest.raises(StopAsyncIteration):
         await asyncio.wait_for(anext(viewer), 60)
-
-    class Failing(Source):
-        async def take(self, changed_within_s: float | None) -> SourceFrame:
-            await super().take(changed_within_s)
-            raise EngineUnavailableError("it starts")
-
-    source = Failing()
+    source = Source(error=EngineUnavailableError("it starts"))
     once = LiveHub(source).once
     found = await asyncio.gather(*[once(Audience()) for _ in range(9)], return_exceptions=True)
     assert {type(one) for one in found} == {EngineUnavailableError}

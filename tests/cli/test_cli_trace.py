@@ -40,7 +40,6 @@ def test_a_file_becomes_a_trace(tmp_path: Path, name: str) -> None:
         ("{}", "otle", "o.jsonl", "--from otle is unknown; did you mean 'otel'?", "use one of claude-code, "),
         ("{}", "otel", "o.csv", "o.csv: expected a name ending in .jsonl or .jsonl.gz", "change the name"),
         ("{}", "otel", "o.jsonl", "line 1: no span", "docs/traces.md"),
-        ("{}", "sojourn", "o.jsonl", "Object missing required field `program_id`", "docs/traces.md"),
     ],
 )
 def test_a_failure_is_one_line_and_writes_nothing(

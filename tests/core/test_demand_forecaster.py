@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn.wire_events import ProgramEnd
 from sojourn_server.core.demand_forecaster import MIN_JUDGED_OUTPUTS, PREDICTION_ERROR_WINDOW
-from sojourn_server.core.events_and_actions import StepCompleted, TurnFinishReason
+from sojourn_server.core.events_and_actions import OutputLengthPredicted, StepCompleted, TurnFinishReason
 from sojourn_server.core.request_table import QueueState
 from sojourn_server.policies.costs.reload_estimate import LinkCosts
 from sojourn_server.policies.policy_views import RunningRequestView
@@ -202,7 +202,7 @@ def test_the_need_is_that_of_those_who_run_whatever_happens(happenings: list[tup
 
 
 def guess(e: VirtualEngine, request: str, at: int, *left: float) -> None:
-    e.program_scheduler.guessed(request, at, left, e.now)
+    e.handle(OutputLengthPredicted(request, at, left), e.now)
 
 
 def judged(

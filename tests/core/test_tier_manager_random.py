@@ -326,7 +326,7 @@ class PlacedLife:
         return not used or used + request.blocks <= DEVICE_BLOCKS
 
     def _admit(self, request: Request) -> None:
-        self.program_scheduler.admitted(
+        self.program_scheduler.handle(
             RequestAdmitted(
                 request_id=request.name,
                 cached_tokens=0,
@@ -353,7 +353,8 @@ class PlacedLife:
         del self.requests[request.name]
         self.others.pop(request.name, None)
         if request.program is None and not request.outlived:
-            self.program_scheduler.untracked_request_left(request.name)
+            left = TurnFinished(request.name, TurnFinishReason.STOPPED, (), 0, 0, (), ())
+            self.program_scheduler.handle(left, self.now)
             return
         output = self.draw.randint(1, 25)
         cached = (request.tokens + output) // BLOCK

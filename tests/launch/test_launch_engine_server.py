@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -92,12 +91,10 @@ def test_a_server_that_dies_is_reported_with_its_log(server):
 
 
 def test_a_server_that_is_never_ready_is_stopped(server):
-    start = time.monotonic()
     silent = server("silent", ready_timeout_s=1.0)
     with pytest.raises(ServerStartError, match="not ready after 1 s"):
         silent.start()
     assert silent.pid is None
-    assert time.monotonic() - start < 120  # the server would be silent for 600 s
 
 
 def test_another_server_on_the_port_is_not_taken_for_the_engine(server):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from sojourn_server.launch import weights_fingerprint as module
 from sojourn_server.launch.weights_fingerprint import UnknownWeights, known_weights, weights_fingerprint
 
-os_pread = os.pread
 COMMIT, NEWER = "1" * 40, "2" * 40
 
 
@@ -65,11 +65,11 @@ def write_weights(path: Path, fills: list[int]) -> None:
 def test_weights_of_equal_size_and_date_are_distinguished_by_few_samples(model, monkeypatch):
     """Reproducible images give all files one date. Training may change one tensor."""
     monkeypatch.setattr(module, "MAX_SAMPLES", 100)
-    read, file, fills = [], model / "model.gguf", [1] * 40
-    monkeypatch.setattr(module.os, "pread", lambda *call: read.append(call[1]) or os_pread(*call))
+    read, file, fills = Mock(wraps=os.pread), model / "model.gguf", [1] * 40
+    monkeypatch.setattr(module.os, "pread", read)
     write_weights(file, fills)
     known, alone = known_weights(str(model)), weights_fingerprint(str(file), None)
-    assert len(read) <= 2 * module.MAX_SAMPLES
+    assert read.call_count <= 2 * module.MAX_SAMPLES
     assert known_weights(str(file)) is None, "its configuration is in the file"
     for changed in (0, 17, 39):
         write_weights(file, [*fills[:changed], 2, *fills[changed + 1 :]])

@@ -46,9 +46,8 @@ class FakeStream:
     """A CUDA stream. ``work`` holds its queued work in order: events to mark as passed, pairs
     ``("wait", event)``, and functions to call."""
 
-    def __init__(self, cuda: FakeCuda, name: str) -> None:
+    def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
-        self.name = name
         self.work: deque[FakeEvent | tuple[str, FakeEvent] | Callable[[], None]] = deque()
 
     def wait_event(self, event: FakeEvent) -> None:
@@ -70,7 +69,7 @@ class FakeCuda:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         self.lock = threading.RLock()
-        self.compute = FakeStream(self, "compute")
+        self.compute = FakeStream(self)
         self.streams = [self.compute]
         self.pinned: dict[int, int] = {}
         self.fails_next = False
@@ -82,7 +81,7 @@ class FakeCuda:
         return self.compute
 
     def new_stream(self) -> FakeStream:
-        self.streams.append(FakeStream(self, f"copy{len(self.streams)}"))
+        self.streams.append(FakeStream(self))
         return self.streams[-1]
 
     def new_event(self) -> FakeEvent:

@@ -86,9 +86,6 @@ class SchedulerDriver(ProgramScheduler):
         self.handle(event, now)
         return self.state.requests.states[event.request_id]
 
-    def admitted(self, event: ev.RequestAdmitted, now: float) -> None:
-        self.handle(event, now)
-
     def first_token(self, request_id: str, now: float) -> None:
         self.handle(ev.FirstToken(request_id), now)
 
@@ -101,9 +98,6 @@ class SchedulerDriver(ProgramScheduler):
         actions = self.handle(event, now)
         granted = next((action for action in actions if isinstance(action, ev.LeaseGranted)), None)
         return self.state.leases.get(granted.program_id) if granted is not None else None
-
-    def untracked_request_left(self, request_id: str, now: float = 0.0) -> None:
-        self.handle(ev.TurnFinished(request_id, ev.TurnFinishReason.STOPPED, (), 0, 0, (), ()), now)
 
     def waiting_view(self, request_id: str) -> WaitingRequestView:
         """Return the view of a waiting request that the queue-order policy gets."""
@@ -130,9 +124,6 @@ class SchedulerDriver(ProgramScheduler):
     def _chosen(self, event: ev.Event, now: float) -> str | None:
         chosen = ev.answer_of(self.handle(event, now), ev.RequestChosen)
         return chosen.request_id if chosen is not None else None
-
-    def guessed(self, request_id: str, at: int, remaining: Any, now: float, **more: Any) -> None:
-        self.handle(ev.OutputLengthPredicted(request_id, at, remaining, **more), now)
 
     def evicted(self, block: Any, owner: Any, taker: str | None, now: float, score: Any = None) -> None:
         """Report that a block is evicted, whose id is its hash. ``owner``: its only owner, if any."""

@@ -129,7 +129,7 @@ class VirtualEngine(EngineView):
             if block not in self.cached:
                 break
             hit += BLOCK_TOKENS
-        self.program_scheduler.admitted(
+        self.handle(
             RequestAdmitted(
                 request_id=request_id,
                 cached_tokens=hit,
