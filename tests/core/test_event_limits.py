@@ -119,17 +119,11 @@ def test_events_of_an_ended_program_bring_nothing_back() -> None:
     assert engine.program("p").status is ProgramStatus.ENDED
 
 
-def given_up() -> VirtualEngine:
-    """An engine that has not heard of program ``p`` for half an hour, in which a tool of it has run."""
+def test_a_tool_may_run_for_longer_than_its_program_may_be_silent() -> None:
     engine = known()
     post(engine, START)
     engine.wait(1801.0)
     assert engine.program("p").status is ProgramStatus.EXPIRED
-    return engine
-
-
-def test_a_tool_may_run_for_longer_than_its_program_may_be_silent() -> None:
-    engine = given_up()
     [late] = post(engine, {**STOP, "seq": 1, "duration_s": 1801.0})
     assert (late.outcome.value, late.reason) == ("applied", "")
     assert engine.program("p").status is ProgramStatus.ACTING

@@ -43,7 +43,6 @@ def stop(call: str = "c1", duration_s: float = 1.0) -> ToolStop:
 
 
 END = ProgramEnd(program_id="p", seq=-1)
-BEAT = Heartbeat(program_id="p", seq=-1)
 
 
 def durations(engine: VirtualEngine, tool: str = TOOL) -> list[float]:
@@ -191,12 +190,9 @@ def test_several_calls_are_one_gap_of_the_slowest() -> None:
     assert engine.program_scheduler.histories.tools.count() == 7
 
 
-CURVE = PrefillCurve(0.0, 1.0, 0.0)
-"""One second for each token: a context of 42 tokens costs 42 s."""
-
-
 def test_c4_with_a_tier_below_the_price_of_losing_a_context_is_copying_it() -> None:
-    engine = VirtualEngine("continuum", curve=CURVE, histories=trained(101, 2.0))
+    # One second for each token: a context of 42 tokens costs 42 s.
+    engine = VirtualEngine("continuum", curve=PrefillCurve(0.0, 1.0, 0.0), histories=trained(101, 2.0))
     engine.program_scheduler.pool.host_s_per_token = 0.001
     assert engine.turn("p", prompt(40)) is None
     assert engine.reasons("keep") == ["not_worth_it"]
@@ -394,11 +390,6 @@ def test_a_killed_client_is_told_apart_from_a_crash_and_from_an_end() -> None:
     assert engine.ask("program", program_id="lost")["outcome"] is None, "it came back"
 
 
-def beating(engine: VirtualEngine) -> None:
-    engine.turn("p", prompt(40), kv_retention_ttl_seconds=300, sojourn={"v": 1, "heartbeat": True})
-    assert P in engine.leases
-
-
 def seconds_until_gone(engine: VirtualEngine) -> float:
     began = engine.now
     while P in engine.leases:
@@ -410,10 +401,10 @@ def seconds_until_gone(engine: VirtualEngine) -> float:
 @pytest.mark.parametrize("last_beat_s", [0, 3, 9, 12, 15, 18, 19])
 def test_in_any_case_within_35_s_of_the_last_sign(last_beat_s: int) -> None:
     engine = VirtualEngine("continuum")
-    beating(engine)
+    engine.turn("p", prompt(40), kv_retention_ttl_seconds=300, sojourn={"v": 1, "heartbeat": True})
     for _ in range(last_beat_s):
         engine.wait(1.0)
-        engine.send(BEAT)
+        engine.send(Heartbeat(program_id="p", seq=-1))
     assert 10.0 <= seconds_until_gone(engine) <= 20.0
     assert engine.reasons("release") == ["silent"]
 

@@ -169,20 +169,13 @@ def test_the_id_of_an_ended_program_begins_a_new_conversation() -> None:
     assert context(engine) == chain([*TITLE, 7, 7])
 
 
-def test_a_request_with_hints_is_a_turn() -> None:
+def test_a_request_with_hints_is_a_turn_unless_it_repeats_a_request_id() -> None:
     engine = VirtualEngine()
-    engine.turn("p", TASK, step_id="1")
-    engine.turn("p", TITLE, step_id="2")
-    assert context(engine) == chain([*TITLE, 7, 7])
-    assert engine.program("p").turns == 2
-
-
-def test_a_repeated_request_id_is_no_second_turn() -> None:
-    engine = VirtualEngine()
-    for request_id, text in (("r1", TASK), ("r1", TASK), ("r2", NEXT)):
+    for request_id, text in (("r1", TASK), ("r1", TASK), ("r2", TITLE)):
         engine.turn("p", text, request_id=request_id)
         engine.wait(1.0)
     assert engine.program("p").turns == 2
+    assert context(engine) == chain([*TITLE, 7, 7])
     assert turns(engine) == [(1, None), (1, None), (2, 1.0)]
     assert [*engine.program_scheduler.histories.tools.durations(TOOL)] == [1.0]
     failed = engine.arrive("p", NEXT, request_id="r3")

@@ -42,12 +42,6 @@ class Agents:
         self.engine.send(ProgramEnd(program_id=name, seq=-1))
         del self.contexts[name]
 
-    def live(self, name: str, turns: int, **hint: Any) -> None:
-        for _ in range(turns):
-            self.turn(name, **hint)
-            self.engine.wait(1.0)
-        self.end(name)
-
     def program(self, name: str) -> ProgramState:
         return self.engine.program(name)
 
@@ -235,7 +229,10 @@ def in_its_tool(*, in_host: bool) -> Agents:
     them. Forty others have had three turns and ended."""
     before = Agents()
     for number in range(40):
-        before.live(f"a{number}", 3)
+        for _ in range(3):
+            before.turn(f"a{number}")
+            before.engine.wait(1.0)
+        before.end(f"a{number}")
     agents = Agents(histories=before.engine.program_scheduler.histories)
     agents.turn("p")
     assert prefetches(agents) == []

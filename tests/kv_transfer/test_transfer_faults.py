@@ -31,6 +31,8 @@ CONTEXT = keys(*range(8))
 WHOLE = [*CONTEXT, b"tail of t"]
 PATIENCE_S = 1.5
 LEASE_S = 30.0
+SLOW = {"storage_read": 1000.0, "compute": 1500.0}
+"""Rates of an engine at which pings are sent, too."""
 
 SPOKEN = [each for each in get_args(AnyWireMessage) if each not in (RefusedMessage, AbortMessage)]
 """What is said while a turn goes well or a block is missing; the two others are said when it does not."""
@@ -50,12 +52,6 @@ def turn(world: World, here: Engine, there: Engine, stop: Callable[[], bool], li
     world.run(limit_s, until=lambda: stop() or there.over("prompt", "t") is not None)
 
 
-def world_of_two() -> tuple[World, Engine, Engine]:
-    world = World()
-    # Slow enough that Progress is said.
-    return world, world.engine("p"), world.engine("d", rates={"storage_read": 1000.0, "compute": 1500.0})
-
-
 def release_buffers(world: World, *engines: Engine) -> None:
     """Engines take what is theirs; what is nobody's ends by itself."""
     for engine in engines:
@@ -72,12 +68,12 @@ def release_buffers(world: World, *engines: Engine) -> None:
 def test_a_peer_that_dies_at_any_message_leaves_nothing_behind(
     kind: type[WireMessage], dies: str, which: str
 ) -> None:
-    task_dry_run, here, there = world_of_two()
+    task_dry_run, here, there = two_engines(rates=SLOW)
     turn(task_dry_run, here, there, lambda: False)
     times = [at for at, (_, _, message) in enumerate(task_dry_run.messages) if isinstance(message, kind)]
     fatal = times[0 if which == "first" else -1]
 
-    world, here, there = world_of_two()
+    world, here, there = two_engines(rates=SLOW)
     dead: list[str] = []
 
     def cut(sender: str, receiver: str, message: WireMessage) -> bool:
@@ -117,7 +113,7 @@ def test_a_message_that_is_lost_and_nobody_hears_of_it_costs_a_lease_and_no_more
     kind: type[WireMessage],
 ) -> None:
     """No connection does that; a peer that forgets does."""
-    world, here, there = world_of_two()
+    world, here, there = two_engines(rates=SLOW)
     world.put(*CONTEXT)
     world.lose = lambda sender, receiver, message: isinstance(message, kind)
     turn(world, here, there, lambda: False, LEASE_S + 5.0)
@@ -198,7 +194,7 @@ def test_storage_that_never_answers_costs_patience_and_few_slots_until_it_does(s
 
 
 def test_reads_that_are_given_up_before_they_begin_keep_no_reader_busy() -> None:
-    world, here, _ = world_of_two()
+    world, here, _ = two_engines(rates=SLOW)
     world.put(*CONTEXT)
     world.hung.add(key(0))
     here.load("first", [key(0)])
