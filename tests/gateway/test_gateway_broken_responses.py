@@ -94,9 +94,11 @@ async def check_turn(it: World, program: str | None, *, stream: bool) -> None:
         assert {one["at"] for one in found if "at" in one} <= {answer.headers["X-Sojourn-Replica"]}
 
 
-async def fail(draw: random.Random, fake: FakeEngine) -> None:
+FAULTS = ["well", "well", "cut", "break", "hold", "dead core", "restart"]
+
+
+async def fail(draw: random.Random, fake: FakeEngine, kind: str) -> None:
     """Let an engine fail in some way, or be well again."""
-    kind = draw.choice(["well", "well", "cut", "break", "hold", "dead core", "restart"])
     fake.cut_after = draw.randrange(5) if kind == "cut" else None
     fake.break_before_first_byte = 1 if kind == "break" else 0
     fake.dead_core, fake.healthy = kind == "dead core", kind != "dead core"
@@ -117,7 +119,7 @@ async def test_each_request_has_one_answer_or_one_error_and_leaves_nothing(seed:
         left: list[asyncio.Task[None]] = []
         for _ in range(60):
             if draw.random() < 0.3:
-                await fail(draw, draw.choice(fakes))
+                await fail(draw, draw.choice(fakes), draw.choice(FAULTS))
             program = draw.choice(["p0", "p1", "p2", "p3", None])
             task = asyncio.create_task(check_turn(it, program, stream=draw.random() < 0.5))
             asked.append(task)
@@ -126,11 +128,7 @@ async def test_each_request_has_one_answer_or_one_error_and_leaves_nothing(seed:
                 left.append(asked.pop())
                 left[-1].cancel()
         for fake in fakes:
-            fake.cut_after, fake.break_before_first_byte = None, 0
-            fake.dead_core, fake.healthy = False, True
-            if fake.hold is not None:
-                fake.hold.set()
-            fake.hold = None
+            await fail(draw, fake, "well")
         await asyncio.wait_for(asyncio.gather(*asked), 60)
         for outcome in await asyncio.gather(*left, return_exceptions=True):
             assert outcome is None or isinstance(outcome, (asyncio.CancelledError, aiohttp.ClientError))

@@ -88,13 +88,6 @@ async def test_a_silent_engine_is_dead_only_after_some_time() -> None:
         assert it.monitor.missing() == []
 
 
-async def test_an_engine_that_refuses_connections_is_dead_at_once() -> None:
-    async with engines(1) as [fake], monitored(fake.url) as it:
-        await fake.kill()
-        await it.monitor.poll_all()
-        assert len(it.of(ReplicaGone)) == 1
-
-
 @pytest.mark.parametrize(
     ("statuses", "dead"),
     [((503, 503), True), ((503, 200, 503), False), ((503, 502, 503), False), ((500, 404, 500), False)],
@@ -127,7 +120,7 @@ async def test_an_engine_that_was_waited_for_and_asks_for_a_key_is_named_once(
             assert caplog.text.count("asks for a key") == 1
 
 
-async def test_an_unknown_replica_is_gone_and_engines_come_and_go() -> None:
+async def test_an_unknown_replica_or_one_that_refuses_connections_is_gone_at_once() -> None:
     async with engines(1) as [fake], monitored(fake.url) as it:
         it.monitor.probe(ProbeReplica("nowhere", "1"))
         assert it.of(ReplicaGone) == [ReplicaGone("nowhere", "1")]
@@ -135,5 +128,6 @@ async def test_an_unknown_replica_is_gone_and_engines_come_and_go() -> None:
         assert it.monitor.missing() == ["Engine"], "one that answers stays"
         await fake.kill()
         await it.monitor.poll_all()
+        assert [gone.replica_id for gone in it.of(ReplicaGone)] == ["nowhere", fake.name]
         it.monitor.watch({})
         assert it.monitor.missing() == []

@@ -29,9 +29,6 @@ from sojourn_server.policies.cluster_preset import cluster_preset_names, load_cl
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routing_from_preset import build_routing_core
 
-DOCS = Path(__file__).parents[2] / "docs"
-
-
 # -- answers ----------------------------------------------------------------------
 
 
@@ -219,7 +216,7 @@ def test_bad_files_of_tenants_say_what_was_wrong_and_no_key(tmp_path: Path, text
 
 
 def test_the_page_lists_every_cluster_preset_and_its_engine() -> None:
-    page = (DOCS / "gateway.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text("utf-8")
     table = page.partition("<!-- cluster presets -->")[2].partition("<!-- /cluster presets -->")[0]
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()]
     assert {row[0]: row[2] for row in rows} == {

@@ -11,17 +11,11 @@ from fake_pair_engine import PairEngine, gateway_of, pair_engines, pairs
 from gateway_harness import World, until
 from sojourn_server.gateway.http.engine_monitor import (
     EngineKind,
-    EngineMonitor,
     incompatibility,
     nic_queue_event,
 )
 from sojourn_server.routing.routing_events import NicQueueReported, PairRole
 from sojourn_server.routing.routing_records import LinkStats
-
-
-async def refused(it: World) -> dict[str, str]:
-    return (await it.get("/sojourn/v1/replicas")).get("refused", {})  # type: ignore[no-any-return]
-
 
 # -- whom it sends nothing ---------------------------------------------------------------
 
@@ -52,15 +46,15 @@ async def test_an_engine_that_does_not_fit_is_named_once_and_sent_nothing(
             await until(lambda: odd.looked_at >= looked + 2)  # a look is for many polls
             assert not odd.requests
             assert len(good.requests) == 3
-            assert [*await refused(it)] == [odd.url]
-            assert told in (await refused(it))[odd.url]
+            assert [*it.gateway.monitor.refused()] == [odd.url]
+            assert told in it.gateway.monitor.refused()[odd.url]
             assert caplog.text.count(f"{odd.url} gets no requests") == 1
             # Started as it should be, it is one of them.
             setattr(odd, name, usual)
             await odd.kill()
             await odd.restart()
             await until(lambda: odd.name in it.core.fleet)
-            assert await refused(it) == {}
+            assert it.gateway.monitor.refused() == {}
 
 
 @pytest.mark.parametrize("listed", [0, 1])
@@ -71,14 +65,12 @@ async def test_an_odd_engine_that_was_there_first_keeps_no_pair_out(listed: int)
             await engine.kill()
         odd.paths = {"block_bytes": 8192}
         async with gateway_of(prefill, decode, taken=1, poll_s=3600.0) as it:
-            watch = it.gateway.monitor
-            assert isinstance(watch, EngineMonitor)
             assert {*it.core.fleet} == {odd.name}
             for engine in (good, prefill[0]):
                 await engine.restart()
-            await watch.poll_all()
+            await it.gateway.monitor.poll_all()
             assert {*it.core.fleet} == {prefill[0].name, good.name}
-            assert [*watch.refused()] == [odd.url]
+            assert [*it.gateway.monitor.refused()] == [odd.url]
 
 
 # -- what becomes of engines --------------------------------------------------------------
@@ -110,7 +102,7 @@ async def test_an_engine_without_a_description_for_a_while_stays_what_it_was() -
         looked = decode.looked_at
         await until(lambda: decode.looked_at >= looked + 2)
         assert decode.name in it.core.fleet
-        assert await refused(it) == {}
+        assert it.gateway.monitor.refused() == {}
         assert (await it.chat()).status == 200
 
 

@@ -160,12 +160,9 @@ def test_neither_the_sdk_nor_a_gateway_on_one_machine_loads_ray() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "ray.md"
-
-
 def test_the_page_lists_the_keys_that_there_are() -> None:
-    listed = set()
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    page, listed = Path(__file__).parents[2] / "docs" / "ray.md", set()
+    for line in page.read_text(encoding="utf-8").splitlines():
         if line.startswith("| `"):
             listed |= set(re.findall(r"`([\w.]+)`", line.split("|")[1]))
     assert listed == set(known_keys())

@@ -36,15 +36,6 @@ def ask(http: aiohttp.ClientSession, url: str, **more: object) -> asyncio.Future
     return asyncio.ensure_future(http.post(f"{url}/v1/chat/completions", json=body))
 
 
-async def assert_told(request: asyncio.Future[aiohttp.ClientResponse]) -> None:
-    """The client is told to send its request again."""
-    answer = await asyncio.wait_for(request, DEADLINE_S)
-    assert answer.status == 503
-    assert answer.headers["Retry-After"] == "5"
-    error = (await answer.json())["error"]
-    assert (error["code"], error["message"]) == ("gateway_stopping", RETRY)
-
-
 async def test_a_stream_under_way_ends_with_an_error_inside_it() -> None:
     async with engines(1) as [fake], aiohttp.ClientSession() as http:
         fake.hang_after = 2
@@ -157,7 +148,10 @@ async def test_a_stop_says_what_it_waits_for_and_ctrl_c_again_ends_it(again: boo
         if again:
             os.kill(gateway.pid, signal.SIGINT)
         log = await ended(gateway)
-        await assert_told(asked)
+        answer = await asyncio.wait_for(asked, DEADLINE_S)
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "5")
+        error = (await answer.json())["error"]
+        assert (error["code"], error["message"]) == ("gateway_stopping", RETRY)
         assert "ERROR" not in log, log
         assert "Waiting for connections" not in log
 

@@ -105,7 +105,6 @@ async def responded(it: World, key: str, **body: Any) -> dict[str, Any]:
 # -- two tenants may call their programs the same: engines hear of two, and each tenant of its own
 
 
-IN_TURN = 'routing = "round-robin"'
 TOOL = {"type": "tool_start", "program_id": "p", "seq": 1, "call_id": "c", "tool": "bash"}
 
 
@@ -179,7 +178,7 @@ async def test_an_unreadable_hint_names_no_program(bad: Any) -> None:
 
 
 async def test_a_program_that_moves_takes_its_state_and_kv_along_and_no_other_tenants() -> None:
-    options = {"preset": IN_TURN, "tenants": TENANTS, "admin_key": "root"}
+    options = {"preset": 'routing = "round-robin"', "tenants": TENANTS, "admin_key": "root"}
     async with engines(2, shared_disk=True) as fakes, world(fakes, **options) as it:
         at = {key: (await it.chat("p", key=key)).headers["X-Sojourn-Replica"] for key in TENANTS}
         old, new = sorted(fakes, key=lambda fake: fake.name == at["kb"])

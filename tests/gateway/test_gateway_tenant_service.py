@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from fake_engine import FakeEngine, running
 from gateway_harness import until, world
 from sojourn.testing import Answer, ToolUse
 from sojourn.testing.scripted_answers import answer_body
+from sojourn_server.launch.engine_server import free_port
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -51,9 +51,7 @@ def arrived(engine: FakeEngine) -> dict[str, set[str]]:
 
 
 async def test_each_tenants_questions_are_programs_of_that_tenant() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.1")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SOJOURN_")}
     environment |= {"ACME_KEY": "sk-a", "BOLT_KEY": "sk-b"}
     tenants = {"sk-a": "acme", "sk-b": "bolt"}

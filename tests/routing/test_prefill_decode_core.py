@@ -322,7 +322,6 @@ class Life(RuleBasedStateMachine):
         """With engines there, everybody who waits goes."""
         for name in NAMES:
             self.tell(routing_events.ReplicaDrainCancelled(name))
-            self.tell(seen(name, str(self.lives[name]), kv_tokens=KV_TOKENS))
         for _ in range(3 * len(self.open) + 1):
             self.now += 2.0
             for name in NAMES:

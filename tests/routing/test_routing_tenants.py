@@ -35,36 +35,29 @@ def sends(actions: list[Any]) -> list[tuple[str, str]]:
 # -- floods -------------------------------------------------------------------------------
 
 
-def sent_in_turn(it: RoutingCore, light: int, most: int) -> list[str]:
-    """Tenants in the order in which their requests are sent: a flood of 10,000, then somebody who always
-    has one waiting. One program after the other comes to its end."""
-    for name in "abcd":
-        it.take(seen(name), 0.0)
-    running: deque[tuple[str, str]] = deque()
-    for number in range(10_000):
-        running += [(one, "flood") for one, _ in sends(it.take(asked(f"f{number}", tenant="flood"), 0.0))]
-    assert len(running) == 40
-    it.take(asked("l0", tenant="light"), 1.0)
-    asked_for, now, order = 1, 1.0, []
-    while len(order) < most and asked_for <= light:
-        now += 0.05
-        name, tenant = running.popleft()
-        actions = it.take(routing_events.Tick(), now)
-        actions += it.take(routing_events.RequestFinished(name, 10), now)
-        actions += it.take(routing_events.ProgramEnded(name, tenant), now)
-        for one, _ in sends(actions):
-            tenant = "light" if one.startswith("l") else "flood"
-            running.append((one, tenant))
-            order.append(tenant)
-            if tenant == "light":
-                it.take(asked(f"l{asked_for}", tenant="light"), now)
-                asked_for += 1
-    return order
-
-
 @pytest.mark.parametrize("routing", [RoundRobinRouting(), CapacityRouting()])
 def test_a_flood_delays_others_by_no_more_than_its_share(routing: Any) -> None:
-    order = sent_in_turn(core(routing, send_below_load=1.0, usual_life_s=60.0), light=12, most=2_000)
+    """A flood of 10,000, then somebody who always has one waiting. One program after the other comes to its
+    end."""
+    it = core(routing, send_below_load=1.0, usual_life_s=60.0)
+    for name in "abcd":
+        it.take(seen(name), 0.0)
+    running, order, now = deque[str](), list[str](), 1.0
+    for number in range(10_000):
+        running += [one for one, _ in sends(it.take(asked(f"flood {number}", tenant="flood"), 0.0))]
+    assert len(running) == 40
+    it.take(asked("light 0", tenant="light"), now)
+    while len(order) < 2_000 and order.count("light") < 12:
+        now += 0.05
+        name = running.popleft()
+        actions = it.take(routing_events.Tick(), now)
+        actions += it.take(routing_events.RequestFinished(name, 10), now)
+        actions += it.take(routing_events.ProgramEnded(name, name.split()[0]), now)
+        for one, _ in sends(actions):
+            running.append(one)
+            order.append(one.split()[0])
+            if order[-1] == "light":
+                it.take(asked(f"light {order.count('light')}", tenant="light"), now)
     assert order.count("light") == 12
     assert order.index("light") <= 4, "it had nothing: the first place at its replica is its own"
     gaps = "".join("l" if tenant == "light" else "." for tenant in order).split("l")
