@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 from cli_process import invoke, refused
 from sojourn_server.cli.cli_error import CliError
@@ -13,28 +12,24 @@ OFF = {"policy": "off", "started_with": "sojourn"}
 ON = {"policy": "sojourn", "started_with": "sojourn"}
 
 
-def run(serve: Any, answer: dict[str, Any], *words: str) -> tuple[Any, list[httpx.Request]]:
-    """Run ``sojourn policy`` against a server with this answer. Return the result and the requests."""
-    server = serve({"/sojourn/v1/policy": answer})
-    return invoke("policy", *words), server.asked
-
-
 @pytest.mark.parametrize(
     ("switch", "state", "shown"),
     [("off", OFF, "policy off (started with sojourn)"), ("on", ON, "policy sojourn")],
 )
 def test_an_engine_is_switched(serve: Any, switch: str, state: dict[str, str], shown: str) -> None:
-    result, seen = run(serve, state, switch, "--url", "http://engine:8000/v1", "--api-key", "k")
+    server = serve({"/sojourn/v1/policy": state})
+    result = invoke("policy", switch, "--url", "http://engine:8000/v1", "--api-key", "k")
     assert result.stdout == f"http://engine:8000: {shown}\n"
-    (request,) = seen
+    (request,) = server.asked
     assert (request.method, request.url.path) == ("POST", "/sojourn/v1/policy")
     assert request.url.query == f"on={str(switch == 'on').lower()}".encode()
     assert request.headers["authorization"] == "Bearer k"
 
 
 def test_a_gateway_names_its_engines_and_those_that_were_not_switched(serve: Any) -> None:
-    answer = {"engines": {"http://a": OFF}, "stock": ["http://b"], "silent": ["http://c"]}
-    result, _ = run(serve, answer, "off")
+    engines = {"engines": {"http://a": OFF}, "stock": ["http://b"], "silent": ["http://c"]}
+    serve({"/sojourn/v1/policy": engines})
+    result = invoke("policy", "off")
     assert result.stdout == "http://a: policy off (started with sojourn)\n"
     assert isinstance(result.exception, CliError)
     assert str(result.exception) == "not switched: http://b, http://c"
@@ -42,7 +37,8 @@ def test_a_gateway_names_its_engines_and_those_that_were_not_switched(serve: Any
 
 
 def test_a_gateway_without_engines_switches_nothing(serve: Any) -> None:
-    result, _ = run(serve, {"engines": {}, "stock": [], "silent": []}, "off")
+    serve({"/sojourn/v1/policy": {"engines": {}, "stock": [], "silent": []}})
+    result = invoke("policy", "off")
     assert str(result.exception) == "nothing switched: the gateway has no engine that answers"
     assert result.exit_code == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from cli_process import refused, run_sojourn
@@ -75,9 +76,6 @@ def test_no_words_still_show_the_help() -> None:
 
 
 def test_ctrl_c_ends_a_start_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("sojourn_server.cli.build_app", interrupted)
+    monkeypatch.setattr("sojourn_server.cli.build_app", Mock(side_effect=KeyboardInterrupt))
     result = run_sojourn("top", "--once")
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 SCREENSHOTS = Path(__file__).parents[2] / "out" / "page"
-TIMEOUT_MS = 60_000
 DRAWN = """([red, green, blue]) => {
     const canvas = document.querySelector("#memory-chart .plot canvas");
     const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
@@ -28,7 +27,7 @@ def opened(browser: Any, url: str, *, key: str = "", expected: str = "401", **se
     """Yield the page in a new browser profile. At the end, fails if the page loaded anything from another
     host, if it has errors that do not match ``expected``, or if an address contained the ``key``."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, locale="en-GB", **settings)
-    context.set_default_timeout(TIMEOUT_MS)
+    context.set_default_timeout(60_000)
     # On a system with LANG=C, Chromium reports this language. uPlot once drew nothing with it.
     context.add_init_script(
         "Object.defineProperty(Navigator.prototype, 'language', {get: () => 'en-US@posix'})"
