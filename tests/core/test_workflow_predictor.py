@@ -10,7 +10,7 @@ from sojourn import Aeg
 from sojourn.aeg import END, START
 from sojourn.ids import ProgramId
 from sojourn.wire_events import AegReport, ProgramEnd, ToolStart, ToolStop
-from sojourn_server.core.events_and_actions import EngineActionKind, Tick, TurnFinishReason
+from sojourn_server.core.events_and_actions import BlocksEvicted, EngineActionKind, Tick, TurnFinishReason
 from sojourn_server.core.workflow_predictor import MAX_PREFETCH_TRIES
 from sojourn_server.metrics.turn_ledger import LossCause
 from sojourn_server.policies.policy_views import AbandonedBranch
@@ -323,7 +323,7 @@ def test_the_ledger_says_what_was_foreseen_and_at_what_score_it_was_evicted() ->
     program_scheduler = agents.engine.program_scheduler
     score = agents.score("p")
     for block in list(program_scheduler.state.contexts.get(ProgramId("p")) or ()):
-        program_scheduler.evicted(block, ProgramId("p"), taker, agents.engine.now, score)
+        agents.engine.handle(BlocksEvicted(taker, [(block, block)], score), agents.engine.now)
         agents.engine.cached.discard(block)
     agents.turn("p", expected_steps_left=1.0)
     shown = agents.engine.ask("program", program_id="p")

@@ -125,12 +125,5 @@ class SchedulerDriver(ProgramScheduler):
         chosen = ev.answer_of(self.handle(event, now), ev.RequestChosen)
         return chosen.request_id if chosen is not None else None
 
-    def evicted(self, block: Any, owner: Any, taker: str | None, now: float, score: Any = None) -> None:
-        """Report that a block is evicted, whose id is its hash. ``owner``: its only owner, if any."""
-        self.owners.remove_evicted([block])
-        if owner is not None:
-            self.owners.own([block], owner)
-        self.handle(ev.BlocksEvicted(taker, [(block, block)], score), now)
-
     def cache_reset(self, now: float, *, device: bool = True) -> None:
         self.handle(ev.CacheReset(device), now)
