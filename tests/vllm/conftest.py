@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,16 @@ class Clock:
 def clock() -> Clock:
     """The virtual clock of a test."""
     return Clock()
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Sojourn's warnings and errors; vLLM's loggers hand nothing on to pytest."""
+    lines: list[str] = []
+    for level in ("warning", "error"):
+        logger = logging.getLogger("vllm.sojourn")
+        monkeypatch.setattr(logger, level, lambda text, *args, **_: lines.append(text % args))
+    return lines
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from sojourn_server.vllm.hidden_state_capture import (
     HiddenStateRows,
     HiddenStateWorkerMixin,
 )
+from turns import last_turn
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 HIDDEN, VOCABULARY = 8, 20
@@ -122,16 +123,6 @@ def last_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hidden_state_capture, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged: vLLM's loggers hand nothing on."""
-    lines: list[str] = []
-    for module in (hidden_state_capture, length_predictor):
-        for level in ("error", "warning"):
-            monkeypatch.setattr(module.logger, level, lambda text, *args, **_: lines.append(text % args))
-    return lines
-
-
 @RUNNERS
 @pytest.mark.parametrize("later", [False, True])
 def test_every_few_steps_the_rows_travel_with_the_results_and_no_logit_is_another(
@@ -177,7 +168,7 @@ def test_warm_up_and_steps_without_work_are_not_looked_at(runner_class: type) ->
     ids=["several rows", "several rows, second runner", "not the last pipeline stage"],
 )
 def test_several_rows_a_request_and_earlier_pipeline_stages_are_left_alone(
-    said: list[str], monkeypatch: pytest.MonkeyPatch, runner_class: type, rows: int, is_last: bool
+    warnings: list[str], monkeypatch: pytest.MonkeyPatch, runner_class: type, rows: int, is_last: bool
 ) -> None:
     """Several rows as speculative decoding has them, and as the prompt's logprobs do, that are asked for
     after."""
@@ -185,11 +176,11 @@ def test_several_rows_a_request_and_earlier_pipeline_stages_are_left_alone(
     worker = Capturing(runner_class)
     for number in range(2 * CAPTURE_EVERY_STEPS):
         assert carried(step(worker, ["a", "b"], number, rows)) is None
-    assert said == []
+    assert warnings == []
 
 
 @RUNNERS
-def test_a_failure_inside_is_said_once_and_the_step_goes_on(runner_class: type, said: list[str]) -> None:
+def test_a_failure_inside_is_said_once_and_the_step_goes_on(runner_class: type, warnings: list[str]) -> None:
     worker = Capturing(runner_class)
     tap = worker._sojourn_capture
 
@@ -202,23 +193,17 @@ def test_a_failure_inside_is_said_once_and_the_step_goes_on(runner_class: type, 
         assert output.req_ids == ["a"]
         assert carried(output) is None
     assert len(worker.logits) == 3 * CAPTURE_EVERY_STEPS
-    (line,) = said
+    (line,) = warnings
     assert line == "sojourn: no hidden states from this model (no batch here)"
 
 
 def test_what_a_device_has_not_copied_yet_is_handed_out_after_a_later_step() -> None:
-    class Event:
-        done = False
-
-        def query(self) -> bool:
-            return self.done
-
-    runner, event = FirstRunner(), Event()
-    tap = HiddenStateCapture(runner)
+    is_copied = False
+    tap = HiddenStateCapture(FirstRunner())
     rows = HiddenStateRows(("a",), states_of(["a"]))
-    tap._copied = rows, event  # type: ignore[assignment]
+    tap._copied = rows, SimpleNamespace(query=lambda: is_copied)  # type: ignore[assignment]
     assert tap.take() is None
-    event.done = True
+    is_copied = True
     assert tap.take() is rows
     assert tap.take() is None
 
@@ -314,14 +299,21 @@ def test_how_an_output_ended_says_whether_it_teaches(listening: Any) -> None:
     engine.add("cut", range(20), max_tokens=3, program_id="B")
     engine.add("aborted", range(20), max_tokens=30, program_id="C")
     engine.add("stranger", range(20), max_tokens=2)
+    guess = engine.add("guess", range(20), max_tokens=30, program_id="E")
+    guess.sampling_params.stop = ["x"]
+    reader = engine.scheduler.sojourn.reader
+    # Without a tokenizer, a stop string and a disconnection look alike.
+    reader.tokenizer, reader._finds_no_stop = None, False
     for _ in range(5):
         engine.step()
     engine.abort("aborted")
+    engine.abort("guess")
+    assert last_turn(engine, "E")["outcome"] == "stopped"
     engine.add("never ran", range(20), max_tokens=30, program_id="D")
     engine.abort("never ran")
     engine.run()
     assert sorted(listener.over) == [
-        ("aborted", None), ("cut", 3), ("never ran", None), ("stops", 1), ("stranger", 2),
+        ("aborted", None), ("cut", 3), ("guess", None), ("never ran", None), ("stops", 1), ("stranger", 2),
     ]  # fmt: skip
 
 
@@ -342,10 +334,10 @@ def test_predictions_reach_the_program_scheduler_and_shutdown_stops_the_network(
 
 
 def test_a_worker_that_lets_nothing_out_is_named_and_predictions_go_on(
-    make_engine: Any, said: list[str]
+    make_engine: Any, warnings: list[str]
 ) -> None:
     engine = make_engine("tetris-learned")
-    (line,) = said
+    (line,) = warnings
     with_rows(engine)  # they are for an engine that reads them
     found = engine.scheduler.vllm_config.parallel_config.worker_cls
     assert found != WORKER_CLS

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from sojourn_server.core.scheduler_state import Histories
-from sojourn_server.vllm import history_file as module
+from sojourn_server.vllm.history_file import HistoryFile
 from turns import change_config
 from vllm.config import ParallelConfig
 
 
-def history_file(path: Path, now: float = 0.0) -> module.HistoryFile:
-    return module.HistoryFile(str(path), now)
+def history_file(path: Path, now: float = 0.0) -> HistoryFile:
+    return HistoryFile(str(path), now)
 
 
 def histories_of(count: int) -> Histories:
@@ -26,17 +26,10 @@ def histories_of(count: int) -> Histories:
     return histories
 
 
-@pytest.fixture
-def warnings_logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    logged: list[str] = []
-    monkeypatch.setattr(module.logger, "warning", lambda text, *args: logged.append(text % args))
-    return logged
-
-
-def test_what_was_saved_is_loaded(tmp_path: Path, warnings_logged: list[str]) -> None:
+def test_what_was_saved_is_loaded(tmp_path: Path, warnings: list[str]) -> None:
     path = tmp_path / "deep" / "h.json"
     history_file(path).load()
-    assert warnings_logged == [], "a missing file is a cold start without a word"
+    assert warnings == [], "a missing file is a cold start without a word"
     history_file(path).save(histories_of(3))
     assert history_file(path).load().tools.snapshot() == histories_of(3).tools.snapshot()
     assert os.listdir(path.parent) == ["h.json"]
@@ -66,26 +59,26 @@ def test_ranks_of_a_dense_model_write_files_of_their_own(
     [b"{half", b"[]", b"null", b'{"tools": 3, "turns": []}', b'{"tools": [], "turns": {}}', b"\xff"],
 )
 def test_a_file_that_cannot_be_used_is_kept_under_another_name(
-    tmp_path: Path, warnings_logged: list[str], content: bytes
+    tmp_path: Path, warnings: list[str], content: bytes
 ) -> None:
     path = tmp_path / "h.json"
     path.write_bytes(content)
     assert history_file(path).load().tools.snapshot() == histories_of(0).tools.snapshot()
     assert (tmp_path / "h.json.unreadable").read_bytes() == content
     assert not path.exists()
-    assert len(warnings_logged) == 1
+    assert len(warnings) == 1
 
 
-def test_what_cannot_be_read_stays_as_it_is(tmp_path: Path, warnings_logged: list[str]) -> None:
+def test_what_cannot_be_read_stays_as_it_is(tmp_path: Path, warnings: list[str]) -> None:
     history = history_file(tmp_path)  # a folder
     history.load()
     history.save(histories_of(1))
     assert tmp_path.is_dir()
-    assert len(warnings_logged) == 1
+    assert len(warnings) == 1
 
 
 def test_a_save_that_fails_is_only_logged_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_logged: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     path = tmp_path / "h.json"
     history_file(path).save(histories_of(3))
@@ -96,14 +89,14 @@ def test_a_save_that_fails_is_only_logged_and_leaves_nothing(
     monkeypatch.setattr(os, "replace", full)
     monkeypatch.setattr(Path, "replace", full)
     history_file(path).save(histories_of(4))
-    assert len(warnings_logged) == 1
+    assert len(warnings) == 1
     monkeypatch.undo()
     assert os.listdir(tmp_path) == ["h.json"]
     assert history_file(path).load().tools.snapshot() == histories_of(3).tools.snapshot()
 
 
 def test_the_background_save_and_the_last_one_do_not_write_into_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_logged: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     """The engine stops while a save is under way: the last one waits for it, and it is the one that stays."""
     path = tmp_path / "h.json"
@@ -129,7 +122,7 @@ def test_the_background_save_and_the_last_one_do_not_write_into_each_other(
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.name.startswith("sojourn-history"):
             thread.join(10)
-    assert warnings_logged == []
+    assert warnings == []
     assert os.listdir(tmp_path) == ["h.json"]
     assert history_file(path).load().tools.snapshot() == histories_of(5).tools.snapshot()
 

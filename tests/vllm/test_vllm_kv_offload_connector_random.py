@@ -11,6 +11,7 @@ from cache_group_specs import window_spec
 from planned_steps import Step, StepQueue, Work
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
 from sojourn_server.vllm.kv_connector import StepReport
+from turns import no_load_is_left, planner
 
 BLOCK = 4
 """Tokens: small, so that many a victim's last block has just been completed by plan, and not by a step."""
@@ -156,11 +157,11 @@ def place_of(block_id: int, block_ids: tuple[list[int], ...]) -> tuple[int, int]
 
 def load_ahead(engine: Any, program: str, keep_s: float) -> None:
     """Load as much of a program's context into the device as is allowed."""
-    adapter, planner = engine.scheduler.sojourn, engine.scheduler.connector.planner
+    adapter = engine.scheduler.sojourn
     keys = adapter.program_scheduler.context(program) or ()
     prefix, loads = adapter._groups.cached_prefix(keys), adapter._prefetcher
     first = prefix.hashes
-    count = min(planner.loadable(keys[first:]), loads.budget(program))
+    count = min(planner(engine).loadable(keys[first:]), loads.budget(program))
     count = adapter._queue.spare_blocks(count, {block.block_id for block in prefix.blocks})
     if count:
         loads.load(program, keys[: first + count], count, adapter._clock() + keep_s)
@@ -248,10 +249,8 @@ def live(engine: Any, clock: Any, failing: float, seed: int = 5) -> Device:
     assert device.counts["preempted"] > 3
     assert device.counts["preempted in mid-step"] or not engine.options.asynchronous
     assert device.counts["not filled"] > 3 or not failing
-    planner = engine.scheduler.connector.planner
-    assert not any(entry.pins for entry in planner.host)
-    assert not planner.loads
-    assert not planner._loading
-    assert not planner.under_way - len(device.stores)
+    assert planner(engine).counts["discarded"] > 3 or not failing
+    assert no_load_is_left(engine)
+    assert not planner(engine).under_way - len(device.stores)
     assert engine.scheduler.sojourn.failures == 0
     return device

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from sojourn.ids import ProgramId
-from turns import arrive, end, last_turn, prompt, turn_with_copies
+from turns import arrive, end, last_turn, no_load_is_left, prompt, turn_with_copies
 
 A = ProgramId("A")
 CONTEXT_TOKENS = 240
@@ -39,9 +39,6 @@ class Ahead:
         """Run a request to its end. Returns the jobs of its first step."""
         return turn_with_copies(self.engine, request_id, tokens, program)[0]
 
-    def arrive(self, planned: Any, *loads: str, without: set[int] = frozenset()) -> None:
-        arrive(self.engine, planned, *loads, without=without)
-
     def begin(self, *, keep_s: float = 30.0) -> tuple[Any, str]:
         """Begin to load A's context. Returns the planned step and the load's name."""
         count = self.planner.loadable(self.keys[self.first :])
@@ -59,13 +56,9 @@ class Ahead:
         return self.adapter._groups.cached_prefix(self.keys).hashes
 
     def nothing_is_left(self) -> bool:
-        return not (
-            any(entry.pins for entry in self.planner.host)
-            or self.planner.loads
-            or self.planner._loading
-            or self.loads._loads
-            or self.engine.pool.get_num_free_blocks() < self.engine.pool.num_gpu_blocks - 1
-        )
+        pool = self.engine.pool
+        all_are_free = pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        return no_load_is_left(self.engine) and not self.loads._loads and all_are_free
 
 
 @pytest.fixture(params=[False, True], ids=["as they come", "one ahead"])
@@ -76,7 +69,7 @@ def ahead(make_engine: Any, request: Any) -> Ahead:
 def test_what_was_loaded_is_found_and_belongs_to_its_program(ahead: Ahead) -> None:
     planned, name = ahead.begin()
     assert ahead.on_device() == ahead.first, "not before it has arrived"
-    ahead.arrive(planned, name)
+    arrive(ahead.engine, planned, name)
     assert ahead.on_device() == len(ahead.keys)
     assert ahead.nothing_is_left()
     assert len(ahead.queue.owners.ahead) == len(ahead.keys) - ahead.first
@@ -93,7 +86,7 @@ def test_it_is_the_first_that_other_requests_overwrite(ahead: Ahead) -> None:
     ahead.turn("c1", prompt(3, 320), "C")
     kept = list(ahead.adapter.program_scheduler.context(ProgramId("C")))
     planned, name = ahead.begin()
-    ahead.arrive(planned, name)
+    arrive(ahead.engine, planned, name)
     spare = ahead.queue.spare_blocks(200, ())
     host = [ahead.planner.host.get(key) for key in ahead.keys[ahead.first :]]
     ranks = [entry.rank for entry in host]
@@ -115,7 +108,7 @@ def test_kv_of_living_programs_is_not_spare(ahead: Ahead) -> None:
 
 def test_it_expires(ahead: Ahead, clock: Any) -> None:
     planned, name = ahead.begin(keep_s=10.0)
-    ahead.arrive(planned, name)
+    arrive(ahead.engine, planned, name)
     clock.now += 9.0
     ahead.engine.step()
     assert ahead.on_device() == len(ahead.keys)
@@ -130,7 +123,7 @@ def test_it_expires(ahead: Ahead, clock: Any) -> None:
 def test_a_copy_of_what_expires_ends_before_its_blocks_are_reused(ahead: Ahead, clock: Any) -> None:
     """Host memory may have lost the blocks since, so that the device's are copied again."""
     planned, name = ahead.begin(keep_s=10.0)
-    ahead.arrive(planned, name)
+    arrive(ahead.engine, planned, name)
     for entry in list(ahead.planner.host):
         ahead.planner.host.remove(entry)
     ahead.adapter._offload.copy_ahead(ahead.adapter._groups.cached_prefix(ahead.keys).blocks[ahead.first :])
@@ -142,14 +135,14 @@ def test_a_copy_of_what_expires_ends_before_its_blocks_are_reused(ahead: Ahead, 
     planned = ahead.engine.plan()
     assert ahead.on_device() == ahead.first
     assert planned.kv_connector_metadata.jobs.awaited == running
-    ahead.arrive(planned)
+    arrive(ahead.engine, planned)
     assert ahead.nothing_is_left()
 
 
 def test_the_end_of_its_program_takes_it_back(ahead: Ahead) -> None:
     planned, name = ahead.begin()
     ahead.engine.tell(end("A"))
-    ahead.arrive(planned, name)
+    arrive(ahead.engine, planned, name)
     assert ahead.on_device() <= ahead.first
     assert not ahead.queue.owners.ahead
     assert ahead.nothing_is_left()
@@ -158,10 +151,10 @@ def test_the_end_of_its_program_takes_it_back(ahead: Ahead) -> None:
 def test_a_request_that_comes_meanwhile_waits_for_it(ahead: Ahead) -> None:
     planned, name = ahead.begin()
     ahead.engine.add("a2", [*prompt(1, CONTEXT_TOKENS), *prompt(4, 40)], program_id="A", max_tokens=2)
-    ahead.arrive(planned)
+    arrive(ahead.engine, planned)
     planned = ahead.engine.plan()
     assert not planned.kv_connector_metadata.jobs.loads, "it is not loaded twice"
-    ahead.arrive(planned, name)
+    arrive(ahead.engine, planned, name)
     ahead.engine.run()
     tokens = last_turn(ahead.engine, "A")["tokens"]
     assert tokens["device"] == CONTEXT_TOKENS
@@ -174,7 +167,7 @@ def test_a_request_that_lacks_blocks_takes_those_of_the_load(ahead: Ahead, begun
     if begun:
         planned, name = ahead.begin()
         blocks = {copy.block_id for copy in planned.kv_connector_metadata.jobs.loads[name]}
-        ahead.arrive(planned)
+        arrive(ahead.engine, planned)
     else:
         count = len(ahead.keys) - ahead.first
         ahead.loads.load(A, ahead.keys, count, 1e9)
@@ -187,16 +180,16 @@ def test_a_request_that_lacks_blocks_takes_those_of_the_load(ahead: Ahead, begun
         assert not planned.preempted_req_ids
         if not ahead.loads._loads:
             break
-        ahead.arrive(planned)
+        arrive(ahead.engine, planned)
     assert not ahead.loads._loads
     assert settles == begun
     if begun:
-        ahead.arrive(planned, name, without=blocks)
+        arrive(ahead.engine, planned, name, without=blocks)
     else:
-        ahead.arrive(planned)
+        arrive(ahead.engine, planned)
     while ahead.engine.scheduler.has_unfinished_requests():
         planned = ahead.engine.plan()
-        ahead.arrive(planned, *planned.kv_connector_metadata.jobs.loads)
+        arrive(ahead.engine, planned, *planned.kv_connector_metadata.jobs.loads)
     assert ahead.nothing_is_left()
     assert not ahead.engine.scheduler.connector.off
 
@@ -208,7 +201,7 @@ def test_a_reset_forgets_it(ahead: Ahead, state: str) -> None:
         ahead.loads.load(A, ahead.keys, len(ahead.keys) - ahead.first, 1e9)
     else:
         planned, name = ahead.begin()
-        ahead.arrive(planned, *([name] if state == "filled" else ()))
+        arrive(ahead.engine, planned, *([name] if state == "filled" else ()))
     assert ahead.engine.scheduler.reset_prefix_cache()
     assert ahead.on_device() == 0
     assert not ahead.loads._filled
@@ -216,7 +209,7 @@ def test_a_reset_forgets_it(ahead: Ahead, state: str) -> None:
     assert not planned.kv_connector_metadata.jobs.loads
     if state == "begun":
         assert planned.kv_connector_metadata.jobs.settles
-        ahead.arrive(planned, name)
+        arrive(ahead.engine, planned, name)
     assert ahead.nothing_is_left()
     assert ahead.on_device() == 0
     ahead.turn("a2", prompt(1, CONTEXT_TOKENS), "A")
@@ -232,13 +225,13 @@ def test_a_load_whose_tiers_go_off_leaves_nothing_held(
     if fails:
         with monkeypatch.context() as patched:
             patched.setattr(ahead.engine.pool, "cache_full_blocks", None)
-            ahead.arrive(planned, name)
+            arrive(ahead.engine, planned, name)
         assert ahead.on_device() == ahead.first
     else:
-        ahead.arrive(planned)
+        arrive(ahead.engine, planned)
         ahead.engine.scheduler.connector.turn_off("a test")
         ahead.engine.add("d1", prompt(5, 40), max_tokens=1)
-        ahead.arrive(ahead.engine.plan(), name)
+        arrive(ahead.engine, ahead.engine.plan(), name)
         ahead.engine.run()
     assert ahead.engine.scheduler.connector.off
     assert ahead.loads.budget(A) == 0

@@ -240,7 +240,6 @@ class Worker(StepQueue):
 def test_what_moves_was_computed(
     make_paths_engine: Any,
     clock: Any,
-    monkeypatch: pytest.MonkeyPatch,
     policy: str | None,
     asynchronous: bool,
     host_blocks: int,

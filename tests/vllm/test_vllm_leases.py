@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from sojourn_server.metrics.turn_explanation import explain
 from sojourn_server.programs.statements import PLAN, StepsLeft
-from sojourn_server.vllm import scheduler_adapter
 from turns import add_request, change_config, end, last_turn, prompt, tool
 
 
@@ -102,14 +101,6 @@ def test_an_output_that_writes_a_to_do_list_states_the_turns_left(make_engine, c
     assert program.steps_left == StepsLeft(PLAN, 2.0, after=2)
 
 
-@pytest.fixture
-def warnings(monkeypatch):
-    """The scheduler adapter's warnings, whatever the process's logging is."""
-    texts = []
-    monkeypatch.setattr(scheduler_adapter.logger, "warning", lambda text, *args: texts.append(text % args))
-    return texts
-
-
 def test_a_warning_says_that_vllm_caches_no_prefixes(make_engine, monkeypatch, warnings):
     """It turns prefix caching off for some models, whatever was asked for. A lease then keeps nothing."""
     make_engine()
@@ -164,24 +155,6 @@ def test_a_further_part_of_a_streamed_prompt_is_not_recomputed_after_a_preemptio
     engine.run(max_steps=20)
     (turn,) = engine.ask("program", program_id="A")["ledger"]
     assert (turn["preemptions"], turn["recomputed_after_preemption_tokens"]) == (0, 0)
-
-
-def test_the_length_predictor_does_not_learn_from_an_end_that_is_a_guess(make_engine, monkeypatch):
-    """Without a tokenizer, a stop string and a disconnection look alike."""
-    engine = make_engine(blocks=65)
-    ended = []
-    adapter = engine.scheduler.sojourn
-    adapter.reader.tokenizer = None
-    adapter._length_predictor = SimpleNamespace(
-        report=lambda now: None, request_ended=lambda request, *, complete: ended.append(complete)
-    )
-    adapter.reader._finds_no_stop = False
-    request = engine.add("a1", prompt(1, 300), program_id="A", max_tokens=100)
-    request.sampling_params.stop = ["x"]
-    engine.step()
-    engine.abort("a1")
-    assert ended == [False]
-    assert last_turn(engine, "A")["outcome"] == "stopped"
 
 
 def test_the_whole_pool_leased_and_a_long_request_is_admitted_at_once(make_engine, clock):

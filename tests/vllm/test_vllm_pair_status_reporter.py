@@ -162,18 +162,15 @@ def test_an_engine_of_several_workers_tells_of_all(make_core: Any, monkeypatch: 
     assert core.model_executor.asked == 1
 
 
-def test_an_engine_without_a_role_is_no_member(make_core: Any) -> None:
-    core = make_core("observe", role=None, node=None)
-    assert core.ask("capabilities")["paths"] is None
-    assert core.ask("stats")["paths"]["slots"] == 10
-
-
-def test_engines_of_no_pair_say_so(make_engine: Any) -> None:
+def test_engines_of_no_pair_say_so(make_core: Any, make_engine: Any) -> None:
     core = Core(make_engine("observe").scheduler)
     assert core.ask("capabilities")["paths"] is None
     assert core.ask("stats")["paths"] is None
     assert core.model_executor.asked == 0
     assert Core(make_engine(None).scheduler).ask("capabilities") == {"error": "stock"}
+    without_a_role = make_core("observe", role=None, node=None)
+    assert without_a_role.ask("capabilities")["paths"] is None
+    assert without_a_role.ask("stats")["paths"]["slots"] == 10
 
 
 async def test_a_stock_member_is_asked_again_though_it_knows_no_programs(make_core: Any) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sojourn_server.core.request_table import QueuePlace, QueueState
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
-from sojourn_server.vllm.waiting_queue import PolicyRequestQueue
 from test_vllm_preemption_faults import Timed
-from turns import add_request, last_turn, prompt, running, waiting
+from turns import add_request, last_turn, planner, prompt, running, waiting
 
 BLOCK = 16
 SHAPE = {"blocks": 41, "host_blocks": 60, "own_tiers": True, "max_model_len": 640}
@@ -37,10 +34,6 @@ class Worker(Timed):
         """Steps in which copies end."""
         for _ in range(5):
             self.step()
-
-
-def planner(engine: Any) -> Any:
-    return engine.scheduler.connector.planner
 
 
 def placed(engine: Any) -> dict[str, int]:
@@ -110,43 +103,17 @@ def test_only_a_request_of_a_pair_is_not_parked(
     assert program(engine, "B")["turns"] == 2
 
 
-def test_the_peeked_request_is_popped_though_another_is_admitted_meanwhile() -> None:
-    ranks, parked = {"seen": 2, "parked": 1, "last": 3}, {"parked"}
-
-    def place(name: str) -> QueuePlace:
-        state = QueueState.PARKED if name in parked else QueueState.OPEN
-        return QueuePlace((ranks[name],), state)
-
-    queue: Any = PolicyRequestQueue(SimpleNamespace(place=place))
-    for name in ranks:
-        queue.add_request(name)
-    assert queue.peek_request() == "seen"
-    parked.clear()
-    queue.rekey("parked")
-    assert [queue.pop_request() for _ in range(len(queue))] == ["seen", "parked", "last"]
-    parked.add("last")
-    queue.add_request("last")
-    queue.rekey("seen")
-    assert (list(queue), len(queue), bool(queue)) == (["last"], 1, False)
-    with pytest.raises(IndexError):
-        queue.peek_request()
-
-
 # -- down and up again ---------------------------------------------------------------------------------
 
 
-def demoted(worker: Worker) -> None:
+def test_a_demoted_program_is_stored_and_loaded_on_promotion(worker: Worker) -> None:
     """A had a turn of 30 blocks and acts; B's 20 take its place after a standstill."""
+    engine = worker.engine
     worker.turn("a1", prompt(1, 480), "A")
     worker.clock.now += 10.0
     worker.turn("b1", prompt(2, 320), "B")
-    assert placed(worker.engine) == {"device": 1, "host": 1}
+    assert placed(engine) == {"device": 1, "host": 1}
     worker.rest()
-
-
-def test_a_demoted_program_is_stored_and_loaded_on_promotion(worker: Worker) -> None:
-    demoted(worker)
-    engine = worker.engine
     assert planner(engine).counts["stored"] == 30
     assert planner(engine).under_way == 0
     assert ranks(worker, "A") == {RetentionRank.IDLE: 30}
@@ -198,12 +165,7 @@ def test_where_the_planner_fails_the_tiers_are_off_and_the_engine_goes_on(
 ) -> None:
     engine = make_engine("mori", settings={"strict": False}, **SHAPE)
     worker = Worker(engine, clock)
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("broken on purpose")
-
-    broken_part = planner(engine).disk if hook == "fetch" else planner(engine)
-    monkeypatch.setattr(broken_part, hook, broken)
+    monkeypatch.setattr(planner(engine).disk if hook == "fetch" else planner(engine), hook, None)
     for turn in range(3):
         for number, name in enumerate("ABC", start=1):
             tokens = [*prompt(number, 320), *prompt(10 * number + turn, 16 * turn)]

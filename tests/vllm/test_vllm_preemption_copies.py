@@ -53,12 +53,6 @@ def below(on: Timed) -> Any:
     return on.engine.scheduler.sojourn._offload
 
 
-def copy_ahead(on: Timed, *names: str) -> None:
-    for name in names:
-        blocks = on.engine.scheduler.kv_cache_manager.get_blocks(name).blocks[0]
-        below(on).copy_ahead([block for block in blocks if block.block_hash])
-
-
 def away(on: Timed, *request_ids: str) -> None:
     """Preempts these, as the engine would."""
     scheduler = on.engine.scheduler
@@ -163,7 +157,9 @@ def test_what_each_request_that_is_away_will_load_is_kept_until_it_is_back(
     on = engine()
     first = add(on, "a", [*BEGINNING, *some_tokens("a", 40)], programs[0])
     second = add(on, "b", [*BEGINNING, *some_tokens("b", 40)], programs[1])
-    copy_ahead(on, "a", "b")
+    for name in ("a", "b"):
+        blocks = on.engine.scheduler.kv_cache_manager.get_blocks(name).blocks[0]
+        below(on).copy_ahead([block for block in blocks if block.block_hash])
     away(on, "a", "b")
     both = kept(on, second)
     assert both >= 26

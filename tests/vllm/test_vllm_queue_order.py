@@ -97,45 +97,64 @@ class Waiting:
     status: str = "waiting"
 
 
+STATES = (QueueState.GATED, QueueState.PARKED, QueueState.OPEN, QueueState.OPEN)
+
+
+def state(request: Waiting) -> QueueState:
+    return STATES[request.key % len(STATES)]
+
+
 def make_queue() -> Any:
-    """Return a queue of ``Waiting``, of which every third is gated and none admitted."""
-
-    def place(request: Waiting) -> QueuePlace:
-        return QueuePlace((request.key,), QueueState.OPEN if request.key % 3 else QueueState.GATED)
-
+    """Return a queue of ``Waiting``. It admits no gated request."""
     no = {"may_be_admitted": lambda request: False, "blocks_queue": lambda request: False}
-    return PolicyRequestQueue(SimpleNamespace(place=place, **no))
+    owner = SimpleNamespace(place=lambda request: QueuePlace((request.key,), state(request)), **no)
+    return PolicyRequestQueue(owner)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_open_request_with_the_lowest_key_is_next(seed):
-    """Requests come, are moved, and leave, in any order."""
+    """Requests come, are moved, and leave, in any order. One that was peeked is popped, whatever moves."""
     rng = random.Random(seed)
-    queue, waiting, keys = make_queue(), [], iter(rng.sample(range(10_000), 2_000))
+    queue, waiting, keys = make_queue(), [], iter(rng.sample(range(10_000), 4_000))
+
+    def move():
+        moved = rng.choice(waiting)
+        moved.key = next(keys)
+        queue.rekey(moved)
+
     for _ in range(400):
         waiting.append(Waiting(next(keys)))
         queue.add_request(waiting[-1])
         if rng.random() < 0.2:
-            moved = rng.choice(waiting)
-            moved.key = next(keys)
-            queue.rekey(moved)
+            move()
         if rng.random() < 0.2:
             left = waiting.pop(rng.randrange(len(waiting)))
             queue.remove_request(left)
+            queue.rekey(left)
         queue.admission_closed, queue.peeked = False, None
         while queue and rng.random() < 0.4:
-            first = min((each for each in waiting if each.key % 3), key=lambda each: each.key)
+            is_open = [each for each in waiting if state(each) is QueueState.OPEN]
+            first = min(is_open, key=lambda each: each.key)
+            assert queue.peek_request() is first
+            move()
             assert queue.pop_request() is first
             waiting.remove(first)
+        parked = {each for each in waiting if state(each) is QueueState.PARKED}
+        ordered = sorted({*waiting} - parked, key=lambda each: each.key)
         assert len(queue) == len(waiting)
-        assert list(queue) == sorted(waiting, key=lambda each: each.key)
+        assert list(queue)[: len(ordered)] == ordered
+        assert {*queue} - {*ordered} == parked
+        assert bool(queue) == any(state(each) is QueueState.OPEN for each in waiting)
+        if not queue:
+            with pytest.raises(IndexError):
+                queue.peek_request()
 
 
 def test_a_request_that_has_left_the_queue_is_freed():
     """Its prompt may be long."""
     queue, left = make_queue(), []
     for number in range(10):
-        request = Waiting(3 * number + 1)
+        request = Waiting(4 * number + 2)
         queue.add_request(request)
         queue.rekey(request)
         left.append(weakref.ref(request))

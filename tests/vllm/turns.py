@@ -55,6 +55,17 @@ def last_turn(engine: Any, program: str) -> dict[str, Any]:
     return turn
 
 
+def planner(engine: Any) -> Any:
+    """The planner of our host memory and disk."""
+    return engine.scheduler.connector.planner
+
+
+def no_load_is_left(engine: Any) -> bool:
+    """Whether no block is loaded, or kept in host memory for that."""
+    host = planner(engine)
+    return not (any(entry.pins for entry in host.host) or host.loads or host._loading)
+
+
 def running(engine: Any) -> set[str]:
     return {request.request_id for request in engine.scheduler.running}
 
