@@ -36,6 +36,7 @@ from sojourn_server.policies.routing_policies import (
     PrefixAffinityRouting,
     RandomRouting,
     ReplicaView,
+    ResidentProgramGroup,
     RoundRobinRouting,
     RoutingDecision,
     RoutingView,
@@ -45,6 +46,8 @@ from sojourn_server.policies.routing_policies import (
     WaitingOrderPolicy,
     WaitingProgramView,
     WorkStealing,
+    mutual_delay,
+    peak_resident_tokens,
 )
 
 EMPTY = ReplicaView("a", 0.0, 0, 1000)
@@ -226,6 +229,90 @@ def test_a_programs_turns_are_drawn_apart_though_their_ids_differ_in_one_charact
     alike = sum(len(set(drawn[at : at + 4])) == 1 for at in range(0, 400, 4))
     assert alike < 30, "an eighth would be all at one"
     assert 150 < drawn.count("a") < 250
+
+
+# -- least delay -----------------------------------------------------------------------------------
+
+
+def test_memory_lasts_where_programs_end_at_different_times() -> None:
+    """Sizes come to 1,200 of 1,000, but the one there has ended before the newcomer has grown."""
+    here = replica("a", in_flight=1, homed=1, memory_tokens=1000)
+    residents = {"a": (ResidentProgramGroup(690, 700, 9, 1.0),)}
+    view = request(size_tokens=500, turns_left=10.0, residents=residents)
+    assert LeastDelayRouting().route(view, [here], 0.0) == RoutingDecision("a", "least_delay")
+
+
+def test_a_program_stays_at_home_and_a_sub_agent_goes_to_its_parent() -> None:
+    full, other = replica("a", 1.5, homed=4), replica("b")
+    for view, expected in (
+        (request(home=full, cached=True), RoutingDecision("a", "home")),
+        (request(home=full, turns_left=10.0), RoutingDecision("b", "returns")),
+        (request(parent_home=full), RoutingDecision("a", "near_parent")),
+    ):
+        assert LeastDelayRouting().route(view, [full, other], 0.0) == expected
+
+
+residents = st.lists(
+    st.builds(
+        lambda context, more, turns, left: ResidentProgramGroup(context, context + more, turns, float(left)),
+        st.integers(1, 500),
+        st.integers(0, 500),
+        st.integers(0, 50),
+        st.integers(1, 50),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(programs=residents)
+def test_the_most_that_residents_need_is_what_turn_after_turn_comes_to(
+    programs: list[ResidentProgramGroup],
+) -> None:
+    def tokens(one: ResidentProgramGroup, turn: int) -> float:
+        return one.context_tokens + (one.size_tokens - one.context_tokens) * turn / one.turns_left
+
+    turns = range(1, 51)
+    most = max(sum(tokens(one, at) for one in programs if one.turns_left >= at) for at in turns)
+    assert peak_resident_tokens(programs) == pytest.approx(most)
+    assert peak_resident_tokens(programs) <= sum(one.size_tokens for one in programs) + 1e-6
+
+
+@given(
+    there=st.lists(residents | st.just([]), min_size=1, max_size=5),
+    newcomer=residents.map(lambda some: some[0]),
+    in_flight=st.lists(st.integers(0, 1), min_size=5, max_size=5),
+    loads=st.lists(st.sampled_from([0.1, 0.5]), min_size=5, max_size=5),
+)
+def test_a_program_goes_to_the_first_of_the_best_where_memory_lasts(
+    there: list[list[ResidentProgramGroup]],
+    newcomer: ResidentProgramGroup,
+    in_flight: list[int],
+    loads: list[float],
+) -> None:
+    names = [f"r{number}" for number in range(len(there))]
+    replicas = [
+        replica(name, load, in_flight=busy, homed=len(some), memory_tokens=1000)
+        for name, some, busy, load in zip(names, there, in_flight, loads, strict=False)
+    ]
+    comes = ResidentProgramGroup(100, max(newcomer.size_tokens, 100), 0, newcomer.turns_left)
+    view = request(
+        size_tokens=comes.size_tokens,
+        turns_left=comes.turns_left,
+        residents=dict(zip(names, map(tuple, there), strict=True)),
+    )
+    alone, best, chosen = newcomer.turns_left <= 1.0, None, None
+    for one, some in zip(replicas, there, strict=True):
+        if some and not alone and one.in_flight and peak_resident_tokens([*some, comes]) > 0.9 * 1000:
+            continue
+        delayed = mutual_delay(comes, some)
+        rank = (one.load, delayed, one.homed) if alone else (delayed, one.load, one.homed)
+        if best is None or rank < best:
+            best, chosen = rank, one.replica_id
+    expected = RoutingDecision(chosen, "least_loaded" if alone else "least_delay", passes=alone)
+    if chosen is None:
+        expected = RoutingDecision(None, "no_room")  # and later requests wait behind it
+    assert LeastDelayRouting().route(view, replicas, 0.0) == expected
 
 
 # -- the order of requests that wait for capacity --------------------------------------------------
