@@ -74,7 +74,7 @@ BUDGETS = {
     "demo": 942,
     "cli": 4_547,
     "sojourn_server": 4,
-    "tests": 62_000,
+    "tests": 61_984,
     "benchmarks": 10_523,
 }
 """Maximum lines of each package. A change that exceeds one merges or drops something, or lowers another by as

@@ -54,9 +54,7 @@ def newcomer(name: str, blocks: int = 10, **other: Any) -> ProgramTierView:
 
 
 def view(*programs: ProgramTierView, device: int = 100, host: int = 100, disk: int = 0) -> PlacementView:
-    groups: dict[Tier, list[ProgramTierView]] = {tier: [] for tier in Tier}
-    for each in programs:
-        groups[each.tier].append(each)
+    groups = {tier: [each for each in programs if each.tier is tier] for tier in Tier}
     return PlacementView(
         device=TierCapacity(capacity_blocks=device),
         host=TierCapacity(capacity_blocks=host),

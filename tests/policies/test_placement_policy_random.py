@@ -263,9 +263,7 @@ class World(RuleBasedStateMachine):
     # -- the question and its answer ----------------------------------------------------------
 
     def view(self) -> PlacementView:
-        groups: dict[Tier, list[ProgramTierView]] = {tier: [] for tier in Tier}
-        for agent in self.agents.values():
-            groups[agent.tier].append(agent.seen())
+        groups = {tier: [one.seen() for one in self.agents.values() if one.tier is tier] for tier in Tier}
         states = {
             tier: TierCapacity(
                 capacity_blocks=blocks, load_s_per_block=None if tier is DEVICE else self.load_s
