@@ -13,8 +13,6 @@ the work that each program has left (``oracle_policies``).
 from __future__ import annotations
 
 import random
-import sys
-import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,9 +26,8 @@ from typing import Any, NamedTuple
 from kept_runs import run_arguments, run_kept
 from msgspec.structs import replace
 from oracle_policies import WORK_ORACLE, know_work
-from result_pages import marked, opening, show, write_result
+from result_pages import Result, marked, show
 from sojourn_server.metrics.summary_statistics import summarise
-from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_metrics import service_s
 from sojourn_server.simulator.simulation import Simulation
 from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
@@ -391,8 +388,8 @@ def lines(ratios: Ratios) -> list[list[str]]:
     ]
 
 
-def page(ratios: Ratios, options: Namespace, begin: str) -> str:
-    """The page in Markdown; ``{by hand}`` marks the place of hand-written text."""
+def page(ratios: Ratios, options: Namespace) -> list[str]:
+    """The paragraphs of the page; ``{by hand}`` marks the place of hand-written text."""
     loads = [
         f"- *{name}*: {(load.make.__doc__ or '').split('.')[0]}. {load.programs} programs, "
         f"{load.rate_per_s:g} a second, {load.pool_tokens:,} KV tokens"
@@ -405,7 +402,7 @@ def page(ratios: Ratios, options: Namespace, begin: str) -> str:
         "the hint: mean and P95 of completion (below 1 is better); programs that had ended when the last one "
         "arrived, and their work, in seconds that it takes alone (above 1 is better)."
     )
-    return "\n\n".join([begin, words, marked(HEAD, lines(ratios)), "{by hand}", "\n".join(loads)])
+    return [words, marked(HEAD, lines(ratios)), "{by hand}", "\n".join(loads)]
 
 
 def main() -> None:
@@ -414,16 +411,14 @@ def main() -> None:
     parser.add_argument("--only", help="loads, commas between")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    began = time.monotonic()
+    result = Result("hint_value", "What a hint is worth")
     names = options.only.split(",") if options.only else list(LOADS)
     ratios = measured(options, names)
-    made = made_with(sys.argv)
     document = {
         "policy": options.policy, "seeds": options.seeds,
         "ratios": [{"load": load, "hint": hint, **of} for (load, hint), of in ratios.items()],
     }  # fmt: skip
-    begin = opening("What a hint is worth", made, time.monotonic() - began)
-    write_result(options.out, "hint_value", made, document, page(ratios, options, begin))
+    result.write(options.out, document, *page(ratios, options))
     show(HEAD, lines(ratios))
 
 

@@ -5,19 +5,16 @@
 The grid has every trace and four synthetic workloads, closed loops of 20, 40 and 80 programs, open loops at
 0.5 to 1.1 of the capacity and in bursts, host memory of 0, 1 and 2 times the device's, and two kinds of
 hardware. ``--share 0.1`` takes every tenth cell, so that each value of each dimension occurs. Finished runs
-are kept in the cache folder; empty it after a change of code. The page has the worst cells
-first. ``--kept`` runs nothing. It makes the page of the cells that are finished, also after an interruption.
-``--onto`` takes over the cells of an earlier result, whose runs are not compared with the code. After a
-change of the policy, ``--renew`` repeats those of the policy and of the oracle, or of ``--policies``, in the
-cells of ``--only``. With ``--kept`` it takes the new runs that are finished, and keeps the others.
+are kept in the cache folder; empty it after a change of code. The page has the worst cells first. ``--onto``
+takes over the cells of an earlier result, whose runs are not compared with the code. After a change of the
+policy, ``--renew`` repeats those of the policy and of the oracle, or of ``--policies``, in the cells of
+``--only``. With ``--kept`` it takes the new runs that are finished, and keeps the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,21 +22,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from judge_page import (
-    LIMITS,
-    ORACLE,
-    OURS,
-    STOCK,
-    Cell,
-    Figures,
-    page,
-)
-from kept_runs import chosen, kept_file, run_kept
+from judge_page import LIMITS, ORACLE, OURS, STOCK, Cell, Figures, page
+from kept_runs import chosen, kept_file, run_arguments, run_kept
 from oracle_policies import oracle_row
-from result_pages import made_by, write_result
+from result_pages import Result
 from rich.console import Console
 from sojourn_server.core.scheduler_state import SchedulerLimits
-from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_metrics import trace_name
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.simulation_run import RunSpec
@@ -178,21 +166,6 @@ def capacity_spec(machine: Machine, seed: int) -> RunSpec:
     )  # fmt: skip
 
 
-def kept_points(points: Sequence[Point], options: argparse.Namespace) -> list[Point]:
-    """The points whose runs are all in the cache."""
-    found = []
-    for point in points:
-        share, rate = point.load.capacity_share, None
-        if share is not None:
-            if not is_kept(capacity_spec(point.without_load, options.seed), options):
-                continue
-            rate = _rate(point, measured_capacities([point], options))
-        policies = policies_of(point.host, _wanted(options), share is not None)
-        if all(is_kept(spec, options) for spec in specs_of(point, policies, rate, options.seed)):
-            found.append(point)
-    return found
-
-
 def is_kept(spec: RunSpec, options: argparse.Namespace) -> bool:
     return kept_file(options.cache, oracle_row, spec).exists()
 
@@ -285,33 +258,30 @@ def earlier_cells(path: Path) -> list[Cell]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = run_arguments(__doc__)
     parser.add_argument("--traces", type=Path, help="folder of .jsonl and .jsonl.gz traces")
     parser.add_argument("--only", help="cells whose names hold all of these, commas between")
     parser.add_argument("--share", type=float, default=1.0, help="share of the grid's cells")
     parser.add_argument("--policies", help=f"compare with these alone; {OURS} and {STOCK} always run")
-    parser.add_argument("--kept", action="store_true", help="run nothing: the cells whose runs are all kept")
+    parser.add_argument("--kept", action="store_true", help="with --renew: run nothing, as above")
     parser.add_argument(
         "--onto", type=Path, metavar="FILE", help="judge.json of an earlier run; its cells are not run again"
     )
     parser.add_argument("--renew", action="store_true", help="repeat runs in the cells of --onto, as above")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, help="processes; default: one per core")
-    parser.add_argument("--cache", required=True, help="folder in which finished runs are kept")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     if not 0 < options.share <= 1:
         parser.error(f"--share is {options.share:g}; expected a share above 0 and up to 1")
     if options.renew and not options.onto:
         parser.error("--renew needs --onto; expected judge.json of an earlier run")
+    if options.kept and not (options.renew and options.cache):
+        parser.error("--kept needs --renew and --cache; expected the folder of runs to take")
     return options
 
 
 def main() -> None:
     options = arguments()
-    began = time.monotonic()
+    result = Result("judge", "The judge: one policy against all presets")
     console = Console(stderr=True)
     traces = [str(path) for path in chosen(options.traces, None)] if options.traces else []
     points = grid([*traces, *(f"synthetic:{name}" for name in SYNTHETIC)])
@@ -321,15 +291,9 @@ def main() -> None:
     else:
         known = {cell.name for cell in found}
         points = [point for point in chosen_points(points, options) if point.name not in known]
-        if options.kept:
-            points = kept_points(points, options)
         rates = measured_capacities(points, options)
         found += cells(points, rates, options, console)
-    if not found:
-        raise SystemExit(f"{options.cache} has no finished cell; expected one, made without --kept")
-    made = made_with(sys.argv)
-    text = page(found, made_by(made, time.monotonic() - began))
-    write_result(options.out, "judge", made, {"cells": [cell.document() for cell in found]}, text)
+    result.write(options.out, {"cells": [cell.document() for cell in found]}, *page(found))
     console.print(f"wrote judge.md and judge.json in {options.out}", highlight=False)
 
 

@@ -157,12 +157,10 @@ class Cell:
         return f"{self.name}: {', '.join(parts)}"
 
 
-def page(cells: Sequence[Cell], made: str) -> str:
-    """The page in Markdown; ``{by hand}`` marks the place of hand-written text."""
+def page(cells: Sequence[Cell]) -> list[str]:
+    """The paragraphs of the page; ``{by hand}`` marks the place of hand-written text."""
     ordered = sorted(cells, key=lambda cell: cell.over_best() or 0.0)
-    parts = [
-        "# The judge: one policy against all presets",
-        made,
+    return [
         f"{len(cells)} cells of the grid. A closed loop is measured by output tokens per second, an open "
         "loop by the reciprocal of the mean of completion time ÷ completion time alone on an empty engine "
         "(*slowdown*); so more is better everywhere. *Best* is the best preset of each cell and figure.",
@@ -191,7 +189,6 @@ def page(cells: Sequence[Cell], made: str) -> str:
             map(_cell_line, ordered),
         ),
     ]
-    return "\n\n".join(parts)
 
 
 def _cell_line(cell: Cell) -> list[str]:
