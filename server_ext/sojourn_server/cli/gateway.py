@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 _ENGINES = "sojourn gateway --engines http://HOST:PORT,http://HOST:PORT"
 _PAIRS = "sojourn gateway --prefill http://HOST:PORT --decode http://HOST:PORT,http://HOST:PORT"
 _PEERS = "sojourn gateway --engines ... --peers http://HOST:PORT,http://HOST:PORT --own-url http://HOST:PORT"
-_READ_SIDES = ("shorter", "prefill")
 _WAITING_ORDERS = ("arrival", "idleness", "largest-first")
 _STOP_GRACE_S = 60
 """Seconds that running requests have to finish after SIGTERM or Ctrl-C."""
@@ -147,7 +146,7 @@ def gateway(
         raise CliError(f"{', '.join(twice)} is given twice", "name each engine once")
     others = _peers(peers, own_url, host, port)
     for name, given, known_values in (
-        ("--read-side", read_side, _READ_SIDES),
+        ("--read-side", read_side, READ_SIDE_POLICIES),
         ("--waiting-order", waiting_order or _WAITING_ORDERS[0], _WAITING_ORDERS),
         ("--log-level", log_level, ("debug", "info", "warning", "error")),
     ):
