@@ -124,24 +124,19 @@ def test_a_program_that_waits_long_is_admitted_if_it_fits_and_else_blocks_later_
 def test_a_pass_that_came_to_nothing_does_not_begin_the_waiting_anew(make_engine, clock):
     """The policy lets it in, the engine finds no blocks for it, and then the policy thinks better of it."""
     engine = crowd(make_engine)
-    program_scheduler = engine.scheduler.sojourn.program_scheduler
-    kept_out = next(r for r in engine.scheduler.requests.values() if r.num_output_tokens == 0)
-    request_state = program_scheduler.state.requests.states[kept_out.request_id]
     engine.step()
+    program_scheduler = engine.scheduler.sojourn.program_scheduler
+    request_state = program_scheduler.state.requests.states["r2"]
     since = request_state.admission_blocked_since_s
     assert since is not None
-
-    def asked(free_blocks):
-        event = AdmissionRequested(kept_out.request_id, 10, free_blocks, anything_running=True)
-        return answer_of(program_scheduler.handle(event, clock.now), RequestChosen) is not None
-
-    clock.now += 20.0
-    assert asked(free_blocks=100_000)
-    clock.now += 1.0
-    assert not asked(free_blocks=0)
+    for after_s, free_blocks, passes in ((20.0, 100_000, True), (1.0, 0, False)):
+        clock.now += after_s
+        event = AdmissionRequested("r2", 10, free_blocks, anything_running=True)
+        chosen = answer_of(program_scheduler.handle(event, clock.now), RequestChosen)
+        assert (chosen is not None) is passes
     assert request_state.admission_blocked_since_s == since
     clock.now += 10.0
-    assert program_scheduler.blocks_later_requests(kept_out.request_id, clock.now)
+    assert program_scheduler.blocks_later_requests("r2", clock.now)
     engine.run()
     assert request_state.admission_blocked_since_s is None, "it was admitted"
 

@@ -333,32 +333,33 @@ def test_with_user_priorities_a_request_does_not_wait_for_the_lease_of_a_less_im
     assert leases == {"C"}, "a lease of an equally important program stays"
 
 
-def test_a_request_that_the_scheduler_does_not_know_breaks_no_step(make_engine, clock) -> None:
-    """Its events failed. It is served all the same, and an overdue request beside it too."""
-    engine = make_engine(
-        "continuum", blocks=BLOCKS, max_model_len=4096, max_num_seqs=1, settings={"strict": False}
-    )
-    engine.add("running", range(16), max_tokens=20)
-    engine.step()
-    engine.add("unknown", range(100, 116), max_tokens=5, program_id="P")
-    engine.add("overdue", range(200, 216), max_tokens=5)
-    del engine.scheduler.sojourn.program_scheduler.state.requests.states["unknown"]
-    clock.now += 31.0
-    for _ in range(60):
-        engine.step()
-    assert not engine.scheduler.requests
-
-
-def test_a_request_whose_arrival_fails_waits_behind_no_later_one(make_engine, monkeypatch) -> None:
+@pytest.fixture
+def busy(make_engine):
+    """An engine that runs a request, and no other beside it."""
     engine = make_engine("continuum", blocks=BLOCKS, max_num_seqs=1, settings={"strict": False})
     engine.add("running", range(16), max_tokens=20)
     engine.step()
+    return engine
+
+
+def test_a_request_that_the_scheduler_does_not_know_breaks_no_step(busy, clock) -> None:
+    """Its events failed. It is served all the same, and an overdue request beside it too."""
+    busy.add("unknown", range(100, 116), max_tokens=5, program_id="P")
+    busy.add("overdue", range(200, 216), max_tokens=5)
+    del busy.scheduler.sojourn.program_scheduler.state.requests.states["unknown"]
+    clock.now += 31.0
+    for _ in range(60):
+        busy.step()
+    assert not busy.scheduler.requests
+
+
+def test_a_request_whose_arrival_fails_waits_behind_no_later_one(busy, monkeypatch) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(scheduler_adapter, "read_identity", None)
-        engine.add("failed", range(100, 116), program_id="P")
+        busy.add("failed", range(100, 116), program_id="P")
     for number in range(3):
-        engine.add(f"later{number}", range(200, 216))
-    assert next(iter(engine.scheduler.waiting)).request_id == "failed"
+        busy.add(f"later{number}", range(200, 216))
+    assert next(iter(busy.scheduler.waiting)).request_id == "failed"
 
 
 def test_the_time_of_events_on_requests_counts_towards_that_of_all_events(make_engine, clock, monkeypatch):

@@ -124,14 +124,13 @@ async def test_the_metrics_poll_starts_with_the_server(server: Any) -> None:
 @pytest.mark.parametrize(
     ("extra", "step"),
     [
-        (None, "run an agent with: sojourn run --url http://h:1 -- python agent.py"),
         ({"store": "kv"}, "run an agent with: sojourn run --url http://h:1 -- python agent.py"),
         ({"role": "prefill"}, "sojourn gateway --prefill http://h:1 --decode http://HOST:PORT"),
         ({"role": "decode"}, "sojourn gateway --prefill http://HOST:PORT --decode http://h:1"),
     ],
 )
 def test_the_line_of_a_ready_engine_of_a_pair_names_the_gateway(extra: Any, step: str) -> None:
-    transfer = SimpleNamespace(kv_connector_extra_config=extra) if extra is not None else None
+    transfer = SimpleNamespace(kv_connector_extra_config=extra)
     text = endpoint.ready_text("http://h:1", SimpleNamespace(kv_transfer_config=transfer))
     assert text.startswith("sojourn: ready at http://h:1, live page http://h:1/sojourn; ")
     assert text.endswith(step)
