@@ -40,7 +40,7 @@ DISK_BLOCKS = 6
 CHAINS = 4
 CHAIN_BLOCKS = 6
 OPERATIONS = 1500
-MOST_LIVES = 5
+MOST_LIVES = 20
 """A life goes on so often, until everything has happened in it."""
 MOST_S = 6.0
 """A machine that is busy with other things leads a shorter life."""
@@ -412,7 +412,7 @@ OFTEN: dict[Callable[[Life], None], float] = {
     Life.relabel: 3,
     Life.a_client_goes: 2,
     Life.time_passes: 6,
-    Life.the_disk_fails: 0.7,
+    Life.the_disk_fails: 1.5,
     Life.the_device_fails: 0.5,
     Life.all_works: 3,
     Life.all_goes_slowly: 1,
