@@ -72,7 +72,7 @@ BUDGETS = {
     "profiling": 593,
     "models": 374,
     "demo": 942,
-    "cli": 4_547,
+    "cli": 4_546,
     "sojourn_server": 4,
     "tests": 61_964,
     "benchmarks": 10_295,

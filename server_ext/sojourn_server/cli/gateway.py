@@ -22,10 +22,10 @@ from ..gateway.http.replica_addresses import parse_engine_url
 from ..gateway.ray.ray_config import RayConfig, RayConfigError, read_config, read_key, set_ray_environment
 from ..policies import cluster_preset
 from ..policies.cluster_preset import ClusterPreset, with_waiting_order
+from ..policies.prefill_decode.engine_pair_scheduler import READ_SIDE_POLICIES, PrefillDecodeRules
 from ..policies.preset import preset_names
 from ..policies.preset_store import PresetError
 from ..routing.routing_events import PairRole
-from ..routing.routing_from_preset import PrefillDecodeRules
 from ..routing.routing_limits import RoutingLimits
 from .console import CliError, check_free_port, from_options, given_options, print_line, print_note
 
