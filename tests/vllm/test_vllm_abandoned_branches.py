@@ -50,7 +50,7 @@ def test_what_was_left_behind_goes_before_a_context_that_is_older(make_engine, c
     assert engine.ask("program", program_id="B")["ledger"][-1]["tokens"]["device"] == 480
 
 
-def test_of_parallel_requests_none_leaves_anothers_branch_behind(make_engine, clock):
+def test_of_parallel_requests_none_leaves_anothers_branch_behind(make_engine):
     engine = make_engine("saga-paper", blocks=300)
     engine.add("a1", prompt(1, 300), program_id="A", max_tokens=4)
     engine.add("a2", prompt(2, 300), program_id="A", max_tokens=40)

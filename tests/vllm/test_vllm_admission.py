@@ -44,7 +44,7 @@ def test_a_program_waits_until_those_before_it_can_still_grow(make_engine):
     assert running(crowd(make_engine, "continuum-paper")) == {"r0", "r1", "r2"}
 
 
-def test_a_leased_program_is_not_asked_again(make_engine, clock):
+def test_a_leased_program_is_not_asked_again(make_engine):
     """Also where the room would not do for it any more: it is the third to have come."""
     engine = make_engine("continuum", blocks=101, max_model_len=2048)
     context = {"kv_retention_ttl_seconds": 60}
@@ -73,7 +73,7 @@ def test_what_a_program_shares_with_those_inside_needs_no_room(make_engine, shar
     assert running(engine) == inside
 
 
-def test_leases_of_later_programs_are_room_for_an_earlier_one(make_engine, clock):
+def test_leases_of_later_programs_are_room_for_an_earlier_one(make_engine):
     engine = make_engine("continuum", blocks=101, max_model_len=2048, settings={"lease_budget_fraction": 1.0})
     hint = {"kv_retention_ttl_seconds": 300}
     engine.add("a1", prompt(1, 32), program_id="A")

@@ -2,14 +2,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from sojourn_server.vllm import compat
-
-ROOT = Path(__file__).parents[2]
-LOGGER = "vllm.sojourn"
-"""Prefix of sojourn's loggers, which vLLM's logging configuration covers."""
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.0+cpu", "0.33.0+cu130"])

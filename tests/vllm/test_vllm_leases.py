@@ -11,7 +11,7 @@ from sojourn_server.programs.statements import PLAN, StepsLeft
 from turns import add_request, change_config, end, last_turn, prompt, tool
 
 
-def test_a_lease_survives_traffic_that_would_evict_it(make_engine, clock):
+def test_a_lease_survives_traffic_that_would_evict_it(make_engine):
     """The reason for all of this: 8 other prompts pass, and the agent's context is still there."""
     for policy, expected in (("observe", 0), ("fixed-ttl", 288)):
         engine = make_engine(policy, blocks=65)
@@ -58,7 +58,7 @@ class CharacterTokenizer:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_stop_string_ends_a_turn_as_an_end_token_does(make_engine, clock, asynchronous):
+def test_a_stop_string_ends_a_turn_as_an_end_token_does(make_engine, asynchronous):
     """vLLM's API server finds stop strings. It then aborts the request, some tokens later."""
     written = "I look.\n```bash\npytest -q\n```\nObservation: passed, I would say"
     engine = make_engine(blocks=65, asynchronous=asynchronous)
@@ -82,7 +82,7 @@ def test_a_stop_string_ends_a_turn_as_an_end_token_does(make_engine, clock, asyn
     assert last_turn(engine, "A")["tokens"]["device"] == (300 + len(kept)) // 16 * 16
 
 
-def test_an_output_that_writes_a_to_do_list_states_the_turns_left(make_engine, clock):
+def test_an_output_that_writes_a_to_do_list_states_the_turns_left(make_engine):
     todos = '[{"content": "a", "status": "completed"}, {"content": "b", "status": "pending"}]'
     written = f'<tool_call>{{"name": "TodoWrite", "arguments": {{"todos": {todos}}}}}</tool_call>'
     engine = make_engine("sojourn", blocks=65)
@@ -157,7 +157,7 @@ def test_a_further_part_of_a_streamed_prompt_is_not_recomputed_after_a_preemptio
     assert (turn["preemptions"], turn["recomputed_after_preemption_tokens"]) == (0, 0)
 
 
-def test_the_whole_pool_leased_and_a_long_request_is_admitted_at_once(make_engine, clock):
+def test_the_whole_pool_leased_and_a_long_request_is_admitted_at_once(make_engine):
     """C8: no deadlock, and no waiting for a lease to run out while the engine stands still."""
     engine = make_engine(blocks=65, settings={"lease_budget_fraction": 1.0})
     for number in range(4):
@@ -173,7 +173,7 @@ def test_the_whole_pool_leased_and_a_long_request_is_admitted_at_once(make_engin
     assert {d["reason"] for d in released} == {"pressure"}
 
 
-def test_a_common_beginning_outlives_its_programs_and_what_they_alone_used_goes_first(make_engine, clock):
+def test_a_common_beginning_outlives_its_programs_and_what_they_alone_used_goes_first(make_engine):
     """The end of the last one threw it away, and the next that began alike computed it again."""
     engine = make_engine(blocks=65)
     shared = list(prompt(9, 128))
@@ -198,7 +198,7 @@ def test_a_common_beginning_outlives_its_programs_and_what_they_alone_used_goes_
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["refuses", "fails"])
-def test_a_reset_counts_for_the_device_even_if_vllms_connector_was_not_reset(make_engine, clock, fails):
+def test_a_reset_counts_for_the_device_even_if_vllms_connector_was_not_reset(make_engine, fails):
     """vLLM clears the device first, and then asks the connector, whose answer becomes the result."""
 
     def reset_cache():
@@ -240,9 +240,7 @@ def test_no_client_can_stretch_a_lease_for_ever(make_engine, clock):
     assert engine.ask("stats")["leases"] == 0
 
 
-def test_a_running_request_takes_all_leases_before_a_preemption_even_if_the_first_frees_nothing(
-    make_engine, clock
-):
+def test_a_running_request_takes_all_leases_before_a_preemption_even_if_the_first_frees_nothing(make_engine):
     engine = make_engine("continuum", blocks=65, settings={"lease_budget_fraction": 1.0})
     for program, start in (("C", 2), ("A", 1)):
         context = {"kv_retention_ttl_seconds": 60}

@@ -472,10 +472,3 @@ def test_an_engine_beside_vllms_connector_tells_it_of_requests_and_programs(engi
     engine.tell({"seq": 1, "type": "program_end", "program_id": "A"})
     engine.plan()
     assert list(policy._ended) == ["A"]
-
-
-def test_stock_and_sojourns_own_host_memory_do_without_it(make_engine: Any) -> None:
-    stock = make_engine(None, blocks=41, host_blocks=60, max_model_len=640)
-    assert type(stock.scheduler.connector.connector_scheduler.manager._policy).__name__ == "LRUCachePolicy"
-    own = make_engine("continuum", blocks=41, host_blocks=60, own_tiers=True, max_model_len=640)
-    assert own.scheduler.sojourn._cache_policy is None
