@@ -7,8 +7,6 @@ files, and how often the path changes from one file to another. A resumed corout
 of the code follows these calls, and an interpreter pays for each of them. Each path runs several times in one
 process, without sockets between client and server, and the run with the fewest calls is shown: others may
 include a timer's calls. The engine is vLLM's scheduler without a model; what drives it does not count.
-
-A path is a function below, named in ``PATHS``, that yields its name and counts for each of its variants.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 import msgspec
+from gateway_processes import PAGES, Answers
 from result_pages import show
 from sojourn_server.gateway.http.gateway_app import GatewayApplication, GatewayOptions, build_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
@@ -45,6 +44,10 @@ AIMS = {
     "schedule() with nothing to do": "15 calls",
 }
 """Path, without its engine or gateway → most calls and files that it should have."""
+PAGES |= {
+    b"/v1/chat/completions": PAGES[b"/v1/completions"],
+    b"/sojourn/v1/info": b'{"name":"sojourn","wire":[1],"policy":"x","engines":1,"tiers":null}',
+}
 POLL_S = 3600.0
 """Seconds between two polls of an engine, so that no poll falls into a path."""
 
@@ -93,45 +96,11 @@ def fewest(runs: list[Calls]) -> Calls:
 # -- the gateway ------------------------------------------------------------------------
 
 
-async def answer_engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer as an engine does, over one connection."""
-    usage = {"prompt_tokens": 100, "completion_tokens": 5, "total_tokens": 105}
-    whole = json.dumps({"id": "x", "model": "tiny", "choices": [], "usage": usage}).encode()
-    info = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1001"} 1.0\n'
-    try:
-        while True:
-            head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            _, found, length = head.partition(b"content-length: ")
-            body = await reader.readexactly(int(length.split(b"\r\n")[0]) if found else 0)
-            path, kind, parts = head.split(b" ")[1], b"application/json", [b"{}"]
-            if path.startswith(b"/v1/chat") and b'"stream":true' in body:
-                kind = b"text/event-stream"
-                parts = [b'data: {"choices":[]}\n\n'] * 3 + [b"data: [DONE]\n\n"]
-            elif path.startswith(b"/v1/chat"):
-                parts = [whole]
-            elif path == b"/v1/models":
-                parts = [b'{"data":[{"id":"tiny","max_model_len":4096}]}']
-            elif path == b"/metrics":
-                kind, parts = b"text/plain", [b"process_start_time_seconds 1.0\n", info.encode()]
-            elif path.startswith(b"/sojourn"):
-                parts = [b'{"name":"sojourn","wire":[1],"policy":"x","engines":1,"tiers":null}']
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n" % kind)
-            if len(parts) == 1:
-                writer.write(b"content-length: %d\r\n\r\n%b" % (len(parts[0]), parts[0]))
-                continue
-            writer.write(b"transfer-encoding: chunked\r\n\r\n")
-            for part in parts:
-                writer.write(b"%x\r\n%b\r\n" % (len(part), part))
-                await asyncio.sleep(0.001)
-            writer.write(b"0\r\n\r\n")
-    except (asyncio.IncompleteReadError, ConnectionError):
-        writer.close()
-
-
 @asynccontextmanager
 async def gateway(engines: int = 2) -> AsyncIterator[GatewayApplication]:
     """Run a gateway in front of engines in this process."""
-    servers = [await asyncio.start_server(answer_engine, "127.0.0.1", 0) for _ in range(engines)]
+    loop = asyncio.get_running_loop()
+    servers = [await loop.create_server(Answers, "127.0.0.1", 0) for _ in range(engines)]
     urls = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
     preset = parse_cluster_preset('routing = "session-affinity"', source="call_paths")
     options = GatewayOptions()
@@ -142,13 +111,12 @@ async def gateway(engines: int = 2) -> AsyncIterator[GatewayApplication]:
         server.close()
 
 
-async def ask(app: GatewayApplication, program: str, *, stream: bool = False) -> None:
+async def ask(app: GatewayApplication, program: str) -> None:
     """Send a turn of a program as uvicorn does, and take the answer."""
     context = {"program_id": program, "sojourn": {"v": 1, "agent_type": "coder"}}
     body = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "x" * 4000}],
-        "stream": stream,
         "vllm_xargs": {"agentic_context": json.dumps(context)},
     }
     path = "/v1/chat/completions"
@@ -184,7 +152,7 @@ async def counted(path: Callable[[int], Awaitable[None]]) -> Calls:
 
 
 def gateway_paths() -> Iterator[tuple[str, Calls]]:
-    """Turns through the gateway: of a known program, of a new one, and a streamed one."""
+    """Turns through the gateway: of a known program, and of a new one."""
 
     async def run() -> list[tuple[str, Calls]]:
         async with gateway() as app:
@@ -192,10 +160,6 @@ def gateway_paths() -> Iterator[tuple[str, Calls]]:
             return [
                 ("gateway: second turn of a program", await counted(lambda number: ask(app, "known"))),
                 ("gateway: new program", await counted(lambda number: ask(app, f"new-{number}"))),
-                (
-                    "gateway: streamed turn",
-                    await counted(lambda number: ask(app, "known", stream=True)),
-                ),
             ]
 
     yield from asyncio.run(run())
@@ -265,25 +229,16 @@ def engine_paths() -> Iterator[tuple[str, Calls]]:
             yield f"engine, {policy}: {same[0][0]}", fewest([calls for _, calls in same])
 
 
-PATHS: dict[str, Callable[[], Iterator[tuple[str, Calls]]]] = {
-    "gateway": gateway_paths,
-    "engine": engine_paths,
-}
-"""Functions that run paths, by the name on the command line."""
-
-
 def main() -> None:
     """Count and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("paths", nargs="*", choices=[*PATHS, []], help="default: all")
     parser.add_argument("--list", action="store_true", help="print each call of each path too")
     options = parser.parse_args()
     lines = []
-    for name in options.paths or PATHS:
-        for title, calls in PATHS[name]():
-            lines.append((title, *map(str, calls.row), AIMS.get(title.partition(": ")[2], "")))
-            for file, function in calls.names if options.list else ():
-                print(Path(file).relative_to(ROOT), function)
+    for title, calls in (*gateway_paths(), *engine_paths()):
+        lines.append((title, *map(str, calls.row), AIMS.get(title.partition(": ")[2], "")))
+        for file, function in calls.names if options.list else ():
+            print(Path(file).relative_to(ROOT), function)
     show(("path", "calls", "functions", "files", "changes of file", "at most"), lines)
 
 

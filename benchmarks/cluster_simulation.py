@@ -13,10 +13,6 @@ tenants  SAGA §9.6: ten tenants at 80 % load, on the paper's model and devices.
          tenant that finish within 1.5 times their time alone, utilisation with and without stealing, moves,
          and SAGA's Table 4. Has its own page, cluster_tenants.
 scale    64 replicas and 500 programs: CPU time per virtual second.
-
-Writes cluster_simulation.json and .md into ``--out``, and the same for cluster_tenants. Text between
-the marks of an .md is written by hand and kept. Finished runs are kept in ``--cache``; an interrupted run
-continues.
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
     python benchmarks/continuum_figures.py
 
 Runs the paper's synthetic workloads (Table 1) on A100-80GB with llama-3.1-8b and Poisson arrivals, until all
-programs have finished (§6.1). Delay is a program's time from arrival to last token. Prints a table and writes
-continuum_figures.json and .md into benchmarks/results. Text between the marks of the .md is written by
-hand and kept.
+programs have finished (§6.1). Delay is a program's time from arrival to last token.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from kept_runs import row_and_log, run_arguments, run_kept
+from kept_runs import mean_completion_s, row_and_log, run_arguments, run_kept
 from result_pages import Result, marked
 from sojourn_server.simulator.report.results_file import document
 from sojourn_server.simulator.report.run_row import RunRow
@@ -154,18 +152,13 @@ def ablation(rows: Sequence[RunRow]) -> list[str]:
             continue
         told = []
         for before, after in pairwise(steps):
-            gains = [_mean(mine[before]) / _mean(mine[after]) for mine in loads]
+            gains = [mean_completion_s(mine[before]) / mean_completion_s(mine[after]) for mine in loads]
             helps = sum(gain > 1.005 for gain in gains)
             hurts = sum(gain < 0.995 for gain in gains)
             middle = math.exp(sum(map(math.log, gains)) / len(gains))
             told.append(f"{before} → {after} {middle:.2f}× (better at {helps} loads, worse at {hurts})")
         lines.append(f"- `{trace}`, geometric mean over {len(loads)} loads: {'; '.join(told)}")
     return lines or ["- not run"]
-
-
-def _mean(row: RunRow) -> float:
-    assert row.completion_s.mean is not None, "an open loop runs until all have finished"
-    return row.completion_s.mean
 
 
 if __name__ == "__main__":

@@ -68,29 +68,32 @@ def child(*words: str, port: int) -> AbstractContextManager[int]:
     return running([sys.executable, __file__, *words], port)
 
 
+class Answers(asyncio.Protocol):
+    """A connection to an engine that answers every request at once with the bytes of ``PAGES``."""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport, self.buffer = transport, b""
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        while True:
+            head, found, rest = self.buffer.partition(b"\r\n\r\n")
+            size = content_length(head)
+            if not found or len(rest) < size:
+                return
+            self.buffer = rest[size:]
+            path = head.split(b" ", 2)[1].partition(b"?")[0]
+            body = PAGES.get(path)
+            status = b"200 OK" if body is not None else b"404 Not Found"
+            self.transport.write(
+                b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+                % (status, len(body or b""), body or b"")
+            )
+
+
 def serve_engine(port: int) -> None:
-    """Answer every request with the same bytes, until killed."""
+    """Run an engine of ``Answers`` until killed."""
     import uvloop
-
-    class Answers(asyncio.Protocol):
-        def connection_made(self, transport: Any) -> None:
-            self.transport, self.buffer = transport, b""
-
-        def data_received(self, data: bytes) -> None:
-            self.buffer += data
-            while True:
-                head, found, rest = self.buffer.partition(b"\r\n\r\n")
-                size = content_length(head)
-                if not found or len(rest) < size:
-                    return
-                self.buffer = rest[size:]
-                path = head.split(b" ", 2)[1].partition(b"?")[0]
-                body = PAGES.get(path)
-                status = b"200 OK" if body is not None else b"404 Not Found"
-                self.transport.write(
-                    b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
-                    % (status, len(body or b""), body or b"")
-                )
 
     async def run() -> None:
         server = await asyncio.get_running_loop().create_server(Answers, "127.0.0.1", port)

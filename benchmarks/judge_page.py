@@ -47,14 +47,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     ended_work_s: float | None = None
     """Seconds that the requests of the programs that ended take, each program alone on an empty engine."""
     completion_mean_s: float | None
-    completion_p99_s: float | None
     slowdown_mean: float | None = None
     """Completion time ÷ completion time alone on an empty engine."""
     slowdown_p95: float | None = None
     slowdown_p99: float | None = None
-    ttft_mean_s: float | None
     recomputed_share: float
-    virtual_s: float
     rate_per_s: float | None
 
     @classmethod
@@ -65,13 +62,10 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
             programs_finished=row.programs_finished,
             ended_work_s=row.ended_work_s,
             completion_mean_s=row.completion_s.mean,
-            completion_p99_s=row.completion_s.p99,
             slowdown_mean=row.slowdown.mean,
             slowdown_p95=row.slowdown.p95,
             slowdown_p99=row.slowdown.p99,
-            ttft_mean_s=row.ttft_s.mean,
             recomputed_share=row.regenerated_tokens / row.prompt_tokens if row.prompt_tokens else 0.0,
-            virtual_s=row.virtual_s,
             rate_per_s=row.rate_per_s,
         )
 

@@ -47,6 +47,12 @@ def row_of(spec: RunSpec) -> RunRow:
     return summarize_run(run_simulation(spec))
 
 
+def mean_completion_s(row: RunRow) -> float:
+    """The mean completion time of a run until all programs have finished."""
+    assert row.completion_s.mean is not None, "an open loop runs until all have finished"
+    return row.completion_s.mean
+
+
 def row_and_log(spec: RunSpec) -> tuple[RunRow, RunLog]:
     """The metrics and the log of a simulated run."""
     log = run_simulation(spec)

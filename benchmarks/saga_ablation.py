@@ -5,15 +5,14 @@
 Runs the paper's synthetic steps with a mean tool time of 1.2 s (``synthetic:latency-cv:X``), with Poisson
 arrivals, until all programs have finished. Each row of Table 4 that applies to one replica is run on SAGA as
 published (``saga-paper``) and on ``saga`` (``saga_ablations/*.toml``). Table 10 is swept
-under stock and both. Writes saga_ablation.json and .md into benchmarks/results. Text between the marks of the
-.md is written by hand and kept.
+under stock and both.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from kept_runs import run_arguments, run_kept
+from kept_runs import mean_completion_s, run_arguments, run_kept
 from result_pages import Result, marked
 from sojourn_server.simulator.report.results_file import document
 from sojourn_server.simulator.report.run_row import RunRow
@@ -77,7 +76,7 @@ def page(rows: Rows) -> list[str]:
         f"{first.rate_per_s:g} a second until all have finished, a KV pool of "
         f"{first.pool_blocks * first.block_size:,} tokens; seed {first.seed}. Synthetic: the paper's steps, "
         "tool times log-normal with mean 1.2 s. Stock finishes after "
-        f"{_mean(first):,.0f} s on average and computes {_again(first)} of prompt tokens again.",
+        f"{mean_completion_s(first):,.0f} s on average and computes {_again(first)} of prompt tokens again.",
         "## Gain of each part (Tables 4 and 5)",
         "Mean completion in seconds, and against all of it; tokens computed again, of all prompt tokens. "
         "Rows of several replicas (session affinity, work stealing, fair shares) have no meaning on one.",
@@ -118,22 +117,17 @@ def _ablated(rows: Rows, name: str, printed: str, ours: str, published: str) -> 
             cells += ["–", "–", "–"]
             continue
         row = rows[policy, BASE_CV]
-        cells += [f"{_mean(row):,.0f}", _over(row, rows[whole, BASE_CV]), _again(row)]
+        cells += [f"{mean_completion_s(row):,.0f}", _over(row, rows[whole, BASE_CV]), _again(row)]
     return [*cells, published]
 
 
 def _swept(rows: Rows, policy: str, cv: float) -> list[str]:
     row = rows[policy, cv]
-    return [f"{_mean(row):,.0f}", _over(row, rows[policy, SWEEP[0]]), _again(row)]
-
-
-def _mean(row: RunRow) -> float:
-    assert row.completion_s.mean is not None, "an open loop runs until all have finished"
-    return row.completion_s.mean
+    return [f"{mean_completion_s(row):,.0f}", _over(row, rows[policy, SWEEP[0]]), _again(row)]
 
 
 def _over(row: RunRow, whole: RunRow) -> str:
-    more = _mean(row) / _mean(whole) - 1.0
+    more = mean_completion_s(row) / mean_completion_s(whole) - 1.0
     return "–" if row is whole else f"{more:+.1%}"
 
 

@@ -39,7 +39,6 @@ from typing import Any
 from engine_and_simulator import replay, simulate
 from result_pages import provenance, show
 from rich.console import Console
-from sojourn_server.demo.demo_run import PREEMPTIONS, read_counts
 from sojourn_server.launch.engine_server import EngineServer
 from sojourn_server.launch.serve_command import FORCED_TOKENS
 from sojourn_server.policies.costs.engine_profile import EngineProfile
@@ -56,17 +55,7 @@ from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceTo
 
 JUDGED = {"completion_mean_s": 0.10, "regenerated_tokens": 0.05}
 """Figure → maximum relative error of the simulator."""
-FIGURES = (
-    "completion_mean_s",
-    "completion_p95_s",
-    "ttft_mean_s",
-    "regenerated_tokens",
-    "computed_tokens",
-    "prompt_tokens",
-    "output_tokens",
-    "preemptions",
-    "wall_s",
-)
+FIGURES = ("completion_mean_s", "ttft_mean_s", "regenerated_tokens", "prompt_tokens", "output_tokens")
 
 console = Console(stderr=True)
 
@@ -212,16 +201,14 @@ def play_on_engine(
     """Run the programs once on a new server, and return the figures. The first stock server is profiled
     after its run. Raises ``BenchmarkError`` if a program does not finish as planned."""
     with server_of(scenario, policy) as server:
-        before = read_counts(server.url)[PREEMPTIONS]
         asyncio.run(warm_up(server.url))
         tally = asyncio.run(replay(server.url, programs, replay_options(scenario, at_once)))
-        preemptions = round(read_counts(server.url)[PREEMPTIONS] - before)
         if policy == "stock" and not profile_file.exists():
             profile(scenario, server.url, profile_file)
     if len(tally.finished) < len(programs) or tally.notes():
         why = tally.notes() or dict(tally.errors) or [p.reason for p in tally.programs if not p.finished]
         raise BenchmarkError(f"the replay went wrong: {why} {tally.first_error or ''}")
-    return figures(tally, preemptions)
+    return figures(tally)
 
 
 async def warm_up(url: str) -> None:
@@ -303,24 +290,17 @@ def play_in_simulator(
             f"the simulation went wrong: {log.notes}, {log.hook_failures} failed hooks, "
             f"{log.refused_hints} refused hints"
         )
-    preemptions = sum(turn.preemptions for program in log.programs for turn in program.turns)
-    return figures(tally, preemptions)
+    return figures(tally)
 
 
 # -- figures -----------------------------------------------------------------------------------------
 
 
-def figures(tally: ReplayTally, preemptions: int) -> dict[str, float]:
+def figures(tally: ReplayTally) -> dict[str, float]:
     """Return the compared figures of a run on either side."""
     told = tally.document()
-    sums = ("regenerated_tokens", "computed_tokens", "prompt_tokens", "output_tokens", "wall_s")
-    return {
-        "completion_mean_s": told["completion_s"]["mean"] or 0.0,
-        "completion_p95_s": told["completion_s"]["p95"] or 0.0,
-        "ttft_mean_s": told["ttft_s"]["mean"] or 0.0,
-        **{name: told[name] for name in sums},
-        "preemptions": preemptions,
-    }
+    means_s = {f"{name}_mean_s": told[f"{name}_s"]["mean"] or 0.0 for name in ("completion", "ttft")}
+    return {name: means_s[name] if name in means_s else told[name] for name in FIGURES}
 
 
 def relative_error(lab: float, real: float) -> float | None:
@@ -332,15 +312,12 @@ def relative_error(lab: float, real: float) -> float | None:
 
 
 def compare(real: Sequence[Mapping[str, float]], lab: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Compare the simulator's runs (``lab``) with the engine's: medians, ranges, relative errors, and whether
-    they agree."""
-    worlds = {"real": real, "lab": lab}
+    """Compare the simulator's runs (``lab``) with the engine's: medians, relative errors, and whether they
+    agree."""
     found: dict[str, Any] = {
         world: {name: statistics.median(run[name] for run in runs) for name in FIGURES}
-        for world, runs in worlds.items()
+        for world, runs in (("real", real), ("lab", lab))
     }
-    for world, runs in worlds.items():
-        found[f"{world}_range"] = {n: [min(r[n] for r in runs), max(r[n] for r in runs)] for n in FIGURES}
     error = {name: relative_error(found["lab"][name], found["real"][name]) for name in FIGURES}
     agrees = {name: (off := error[name]) is not None and abs(off) <= most for name, most in JUDGED.items()}
     return {**found, "error": error, "agrees": agrees}
@@ -387,19 +364,11 @@ def show_results(results: Sequence[Mapping[str, Any]]) -> None:
         for name in FIGURES:
             off = result["error"][name]
             mark = "" if name not in JUDGED else " ✓" if result["agrees"][name] else " ✗"
-            numbers = [
-                _short(number)
-                for world in ("real", "lab")
-                for number in (result[world][name], *result[f"{world}_range"][name])
-            ]
+            medians = (f"{result[world][name]:,.1f}" for world in ("real", "lab"))
             error = "–" if off is None else f"{off:+.1%}{mark}"
-            lines.append((str(result["policy"]), str(result["at_once"]), name, *numbers, error))
-    head = ("policy", "at once", "figure", "real", "from", "to", "lab", "from", "to", "error")
+            lines.append((str(result["policy"]), str(result["at_once"]), name, *medians, error))
+    head = ("policy", "at once", "figure", "real", "lab", "error")
     show(head, lines, title="the simulator against the engine")
-
-
-def _short(number: float) -> str:
-    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"
 
 
 def document(scenario: Scenario, profile_file: Path, results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from kept_runs import run_kept
+from kept_runs import run_arguments, run_kept
+from msgspec import to_builtins
 from oracle_policies import oracle_row
 from result_pages import Result, less, marked, show
 from sojourn_server.simulator.report.run_row import RunRow
@@ -61,22 +61,7 @@ def simulate(load: str, options: argparse.Namespace) -> dict[str, RunRow]:
         replace(spec, policy=named(policy), workload=workload, until_s=3600.0 * options.hours, **DEVICE)
         for policy in POLICIES
     ]
-    return dict(zip(POLICIES, run_kept(specs, None, None, oracle_row), strict=True))
-
-
-def figures(row: RunRow) -> dict[str, Any]:
-    """Return a run's figures for the table."""
-    return {
-        "output_tok_per_s": row.output_tok_per_s,
-        "preemptions": row.preemptions,
-        "cascades": row.cascades,
-        "regenerated_tokens": row.regenerated_tokens,
-        "tpot_p50_s": row.tpot_s.p50,
-        "tpot_p99_s": row.tpot_s.p99,
-        "ttft_mean_s": row.ttft_s.mean,
-        "scheduler_ms_per_step": row.scheduler_ms_per_step,
-        "turns": row.tpot_s.count,
-    }
+    return dict(zip(POLICIES, run_kept(specs, options.cache, options.jobs, oracle_row), strict=True))
 
 
 HEAD = (
@@ -84,19 +69,18 @@ HEAD = (
 )  # fmt: skip
 
 
-def lines(found: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+def lines(found: dict[str, dict[str, RunRow]]) -> list[tuple[str, ...]]:
     """Return the table's rows for all loads and policies, relative to stock."""
     made = []
     for load, of in found.items():
         for policy, run in of.items():
             base = of.get("stock", run)
             figures = (
-                f"{run['output_tok_per_s']:.0f}",
-                f"{run['output_tok_per_s'] / base['output_tok_per_s'] - 1:+.1%}",
-                f"{run['preemptions']:,}", less(run["preemptions"], base["preemptions"]),
-                f"{run['cascades']:,}", less(run["cascades"], base["cascades"]),
-                f"{1e3 * run['tpot_p99_s']:,.0f}", f"{base['tpot_p99_s'] / run['tpot_p99_s']:.1f} ×",
-                f"{run['ttft_mean_s']:.1f}",
+                f"{run.output_tok_per_s:.0f}", f"{run.output_tok_per_s / base.output_tok_per_s - 1:+.1%}",
+                f"{run.preemptions:,}", less(run.preemptions, base.preemptions),
+                f"{run.cascades:,}", less(run.cascades, base.cascades),
+                f"{1e3 * run.tpot_s.p99:,.0f}", f"{base.tpot_s.p99 / run.tpot_s.p99:.1f} ×",
+                f"{run.ttft_s.mean:.1f}",
             )  # fmt: skip
             made.append((load, policy, *figures))
     return made
@@ -104,24 +88,22 @@ def lines(found: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
 
 def main() -> None:
     """Run, print, and write the results after each load."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = run_arguments(__doc__)
     parser.add_argument("--traces", type=Path, required=True, help="folder of the traces")
     parser.add_argument("--hours", type=float, default=0.5)
-    parser.add_argument("--out", type=Path, help="folder to write tetris_simulation.json and .md into")
     options = parser.parse_args()
     result = Result("tetris_simulation", "Tetris in the simulator")
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, RunRow]] = {}
     about = (
         f"{' + '.join(DEVICE.values())} in virtual time, {options.hours} hours, seed 0. Percentages and "
         "factors are against `stock`."
     )
     for load in LOADS:
-        found[load] = {policy: figures(row) for policy, row in simulate(load, options).items()}
+        found[load] = simulate(load, options)
         document = {
-            "hours": options.hours, "seed": 0, "error": ERROR, "device": DEVICE, "loads": found,
+            "hours": options.hours, "seed": 0, "error": ERROR, "device": DEVICE, "loads": to_builtins(found),
         }  # fmt: skip
-        if options.out is not None:
-            result.write(options.out, document, about, marked(HEAD, lines(found)), "{by hand}")
+        result.write(options.out, document, about, marked(HEAD, lines(found)), "{by hand}")
     show(HEAD, lines(found))
 
 

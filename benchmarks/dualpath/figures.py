@@ -11,9 +11,6 @@ ablation   §7.5: the gain of each part, 1,024 and 2,048 agents, 2P4D
 links      Figure 13: balance between storage NICs, three nodes
 online     §7.4: latencies, and agents per second within the service levels
 loads      §7.3, Figure 7: the three workloads
-
-Writes prefill_decode_cluster.json and .md into ``--out``. Text between the marks of the .md is written by
-hand and kept. Finished runs are kept in ``--cache``.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ from engine_loads import (
     read_programs,
     renamed,
 )  # fmt: skip
-from engine_tokens import TOKEN_ARMS, compare_tokens
+from engine_tokens import compare_tokens
 from kit_page import table
 from sojourn_server.simulator.report.results_file import made_with
 
@@ -193,7 +193,6 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2, help="number of seeds, from 0")
     parser.add_argument("--onto", type=Path, help="JSON of an earlier run to continue")
     parser.add_argument("--profile", help="kit.py's TOML file, or a profile's name, for the part simulator")
-    parser.add_argument("--token-arms", default="", help="numbers of arms of the part tokens; default: all")
     parser.add_argument("--commit", default=subprocess.getoutput(COMMIT), help="default: what git says")
     parser.add_argument("--logs", type=Path, help="directory for the servers' logs")
     parser.add_argument("--small", action="store_true", help="tiny, on a CPU; the figures mean nothing")
@@ -246,8 +245,7 @@ def main() -> int:
             made["setup"] = settings
         with tempfile.TemporaryDirectory() as kept:
             if part == "tokens":
-                numbers = sorted({int(number) for number in arguments.token_arms.split(",") if number})
-                made["rows"] = compare_tokens(Path(kept), numbers or range(len(TOKEN_ARMS)))
+                made["rows"] = compare_tokens(Path(kept))
             elif part == "simulator":
                 _simulate(arguments, made)
             else:

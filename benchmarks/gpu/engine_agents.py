@@ -57,7 +57,7 @@ CUDA_FLAGS = (
 )  # fmt: skip
 START_LIMIT_S = 200.0
 VOCABULARY = 8_000
-CACHED, COMPUTED = "vllm:prompt_tokens_cached_by_source_total", "vllm:prompt_tokens_by_source_total"
+CACHED = "vllm:prompt_tokens_cached_by_source_total"
 PREEMPTIONS = "vllm:num_preemptions_total"
 FROM_DISK = 'what="staged"'
 """Label of sojourn's moves from disk to host memory, in blocks."""
@@ -222,12 +222,8 @@ def run_agents(
             for key, value in moved.items()
             if key.startswith(CACHED) and value
         },
-        "computed_by_engine": round(moved[f'{COMPUTED}"local_compute"']),
         "preemptions": round(moved[PREEMPTIONS]),
         "disk_blocks": round(sum(value for key, value in moved.items() if FROM_DISK in key)),
-        "sojourn_metrics": {
-            key: value for key, value in moved.items() if key.startswith("sojourn_") and value
-        },
     }
     if document["errors"] or not document["turns"]:
         document["failed"] = f"{document['first_error'] or 'no turn ended'}"[:300]
@@ -245,13 +241,12 @@ def _counters(server: EngineServer, wait_s: float = 0.0) -> Counter[str]:
     for line in page.splitlines():
         name, _, value = line.rpartition(" ")
         bare = name.partition("{")[0]
-        if bare in (CACHED, COMPUTED):
-            source = re.search(r'source="[^"]*"', name)
-            found[bare + (source.group().removeprefix("source=") if source else "")] += float(value)
+        if bare == CACHED and (source := re.search(r'source="[^"]*"', name)):
+            found[bare + source.group().removeprefix("source=")] += float(value)
         elif bare == PREEMPTIONS:
             found[bare] += float(value)
-        elif bare.startswith("sojourn_") and bare.endswith("_total"):
-            found[re.sub(r'(,?)model_name="[^"]*"', "", name)] += float(value)
+        elif bare.endswith("_total") and FROM_DISK in name:
+            found[name] += float(value)
     return found
 
 

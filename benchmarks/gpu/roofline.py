@@ -221,38 +221,21 @@ def measure_decode_attention(bench: Bench, model: ModelShape, plan: Plan) -> lis
 
 
 def measure_copies(bench: Bench, plan: Plan) -> dict[str, float]:
-    """Return the bytes per second of copies between pinned host memory and device: each direction alone, and
-    both at once."""
+    """Return the bytes per second of copies between pinned host memory and device, each direction alone."""
     size = plan.copy_blocks * BLOCK_BYTES
-    host = [torch.empty(size, dtype=torch.uint8, pin_memory=bench.cuda) for _ in range(2)]
-    device = [torch.empty(size, dtype=torch.uint8, device=bench.device) for _ in range(2)]
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=bench.cuda)
+    device = torch.empty(size, dtype=torch.uint8, device=bench.device)
     blocks = [slice(start, start + BLOCK_BYTES) for start in range(0, size, BLOCK_BYTES)]
 
     def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         for block in blocks:
             target[block].copy_(source[block], non_blocking=True)
 
-    found = {
-        "host_to_device_bytes_per_s": size / bench.seconds(lambda: copy(device[0], host[0]), graph=False),
-        "device_to_host_bytes_per_s": size / bench.seconds(lambda: copy(host[1], device[1]), graph=False),
-        "copy_overhead_s": bench.seconds(
-            lambda: host[0][:1].copy_(device[0][:1], non_blocking=True), graph=False
-        ),
+    return {
+        "host_to_device_bytes_per_s": size / bench.seconds(lambda: copy(device, host), graph=False),
+        "device_to_host_bytes_per_s": size / bench.seconds(lambda: copy(host, device), graph=False),
+        "copy_overhead_s": bench.seconds(lambda: host[:1].copy_(device[:1], non_blocking=True), graph=False),
     }
-    if bench.cuda:
-        lanes = [torch.cuda.Stream(), torch.cuda.Stream()]
-
-        def both() -> None:
-            current = torch.cuda.current_stream()
-            for lane, target, source in zip(lanes, (device[0], host[1]), (host[0], device[1]), strict=True):
-                lane.wait_stream(current)
-                with torch.cuda.stream(lane):
-                    copy(target, source)
-            for lane in lanes:
-                current.wait_stream(lane)
-
-        found["both_ways_bytes_per_s"] = 2 * size / bench.seconds(both, graph=False)
-    return found
 
 
 def constants(
@@ -283,7 +266,7 @@ def constants(
         "weight_read_efficiency": weight_read / bandwidth,
         "kv_read_efficiency": kv_read / bandwidth,
         "layer_overhead_s": max(0.0, one["layer_s"] - one["gemm_s"]),
-        **{name: value for name, value in copies.items() if name != "both_ways_bytes_per_s"},
+        **copies,
     }
     if memory_bytes is not None:
         found["memory_bytes"] = memory_bytes

@@ -125,7 +125,7 @@ def test_curves_made_of_known_efficiencies_give_them_back(roofline: ModuleType) 
         for n in (2048, 4096)
     ]
     decodes = [{"kv_bytes": b, "attention_s": b / (0.7 * bandwidth)} for b in (10**9, 10**10)]
-    copies = {"host_to_device_bytes_per_s": 5e10, "both_ways_bytes_per_s": 8e10}
+    copies = {"host_to_device_bytes_per_s": 5e10}
     found = roofline.constants(base, model, layers, prefills, decodes, copies, 1.5e11)
     assert found == pytest.approx(
         {
