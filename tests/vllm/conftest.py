@@ -70,6 +70,7 @@ def make_paths_engine(
     from sojourn_server.simulator import simulated_engine
     from sojourn_server.vllm.kv_transfer_connector import PathsConnector
     from sojourn_server.vllm.pair_connector import PairConnector
+    from turns import paths_settings
     from vllm.config import KVTransferConfig
 
     monkeypatch.setenv("PYTHONHASHSEED", "0")
@@ -77,25 +78,15 @@ def make_paths_engine(
     def make(
         policy: str | None, extra: dict[str, Any] | None = None, pair_host_blocks: int = 0, **options: Any
     ) -> Any:
-        said = {
-            "listen": f"unix:{tmp_path / 'p.sock'}",
-            "store": str(tmp_path / "store"),
-            "store_name": "p",
-            "store_bytes": 1 << 24,
-            "buffer_bytes": 1 << 24,
-            **(extra or {}),
-        }
-
         def transfer(options: Any, page_bytes: int) -> KVTransferConfig:
             host = {"host": {"host_bytes": pair_host_blocks * page_bytes}} if pair_host_blocks else {}
             connector = PairConnector if host else PathsConnector
-            settings = {name: value for name, value in said.items() if value is not None}
             return KVTransferConfig(
                 kv_connector=connector.__name__,
                 kv_connector_module_path=connector.__module__,
                 kv_role="kv_both",
                 kv_load_failure_policy="recompute",
-                kv_connector_extra_config=settings | host,
+                kv_connector_extra_config=paths_settings(tmp_path, **(extra or {})) | host,
             )
 
         monkeypatch.setattr(simulated_engine, "_transfer_config", transfer)

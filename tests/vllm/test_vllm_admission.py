@@ -41,6 +41,10 @@ def test_a_program_waits_until_those_before_it_can_still_grow(make_engine):
     assert status(engine, "P2") == "gated"
     assert len(engine.scheduler.waiting) == 1
     assert not engine.scheduler.waiting
+    engine.add("branch", [*prompt(2, 320), *prompt(30, 16)], program_id="P1", max_tokens=8)
+    engine.step()
+    assert running(engine) == {"r0", "r1", "branch"}, "a second request of a program inside passes"
+    assert status(engine, "P2") == "gated"
     assert running(crowd(make_engine, "continuum-paper")) == {"r0", "r1", "r2"}
 
 
@@ -139,11 +143,3 @@ def test_a_pass_that_came_to_nothing_does_not_begin_the_waiting_anew(make_engine
     assert program_scheduler.blocks_later_requests("r2", clock.now)
     engine.run()
     assert request_state.admission_blocked_since_s is None, "it was admitted"
-
-
-def test_a_second_request_of_a_program_inside_passes(make_engine):
-    engine = crowd(make_engine)
-    engine.add("branch", [*prompt(2, 320), *prompt(30, 16)], program_id="P1", max_tokens=8)
-    engine.step()
-    assert "branch" in running(engine)
-    assert status(engine, "P2") == "gated"

@@ -103,18 +103,13 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
                 task.cancel()
 
 
-async def test_vllm_finds_and_loads_the_plugin(server: Any) -> None:
+async def test_vllm_finds_and_loads_the_plugin_whose_poll_of_metrics_starts(server: Any) -> None:
     assert isinstance(SojournEndpoint(), EndpointPlugin)
     client = FakeClient(FakeCore())
+    client.engine_core.recorder.count("sojourn_client_silent_total", 3)
     http = await server(client)
     assert (await http.get("/stats")).json() == {"op": "stats"}
     assert (await http.get("/capabilities")).json() == {"op": "capabilities", "engines": 1}
-
-
-async def test_the_metrics_poll_starts_with_the_server(server: Any) -> None:
-    client = FakeClient(FakeCore(0))
-    client.engine_core.recorder.count("sojourn_client_silent_total", 3)
-    await server(client)
     for _ in range(20):
         await asyncio.sleep(0)
     exposition = generate_latest(server.registry).decode()

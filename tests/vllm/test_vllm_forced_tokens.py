@@ -57,12 +57,6 @@ def test_each_row_follows_its_own_ids_then_goes_free(batch):
     assert not batch.processor.is_argmax_invariant()
 
 
-def test_a_resumed_request_goes_on_where_it_was(batch):
-    batch.update(added=[(1, [3, 4, 5])])
-    batch.outputs[1].extend([3, 4])
-    assert batch.step()[1] == 5
-
-
 def test_rows_are_removed_reused_moved_and_swapped(batch):
     batch.update(added=[(0, [1]), (1, [2]), (2, [3])])
     batch.update(moved=[(0, 1, MoveDirectionality.SWAP)])
@@ -75,9 +69,10 @@ def test_rows_are_removed_reused_moved_and_swapped(batch):
     assert batch.step() == [FREE] * 4
 
 
-def test_an_id_beyond_the_vocabulary_ends_the_forcing(batch):
-    batch.update(added=[(0, [3, VOCABULARY, 4])])
-    assert batch.step()[0] == 3
+def test_a_resumed_request_goes_on_where_it_was_and_an_id_beyond_the_vocabulary_ends_the_forcing(batch):
+    batch.update(added=[(0, [3, VOCABULARY, 4]), (1, [3, 4, 5])])
+    batch.outputs[1].extend([3, 4])
+    assert batch.step()[:2] == [3, 5]
     batch.outputs[0].append(3)
     assert batch.step()[0] == FREE
 

@@ -26,6 +26,12 @@ def histories_of(count: int) -> Histories:
     return histories
 
 
+def join_saves() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("sojourn-history"):
+            thread.join(10)
+
+
 def test_what_was_saved_is_loaded(tmp_path: Path, warnings: list[str]) -> None:
     path = tmp_path / "deep" / "h.json"
     history_file(path).load()
@@ -119,9 +125,7 @@ def test_the_background_save_and_the_last_one_do_not_write_into_each_other(
     proceed.set()
     last.join(10)
     assert not last.is_alive()
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and thread.name.startswith("sojourn-history"):
-            thread.join(10)
+    join_saves()
     assert warnings == []
     assert os.listdir(tmp_path) == ["h.json"]
     assert history_file(path).load().tools.snapshot() == histories_of(5).tools.snapshot()
@@ -130,9 +134,6 @@ def test_the_background_save_and_the_last_one_do_not_write_into_each_other(
 def test_it_is_saved_every_five_minutes(tmp_path: Path) -> None:
     file = history_file(tmp_path / "h.json", 1000.0)
     for now, due in ((1000.0, False), (1299.0, False), (1300.0, True)):
-        before = set(threading.enumerate())
         file.save_if_due(histories_of(1), now)
-        started = set(threading.enumerate()) - before
-        for thread in started:
-            thread.join(10)
+        join_saves()
         assert (tmp_path / "h.json").exists() == due

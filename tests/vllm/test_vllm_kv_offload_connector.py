@@ -292,19 +292,11 @@ def test_a_hook_that_fails_is_not_the_engines_failure(
     assert not engine.scheduler.has_requests(), "a pause completes"
 
 
-@pytest.fixture
-def warnings(engine: Any) -> list[str]:
-    """The connector's warnings; vLLM's loggers hand nothing on to pytest."""
-    said: list[str] = []
-    log = SimpleNamespace(log=lambda level, text, *values: said.append(text % values))
-    engine.scheduler.connector._failure_log = log
-    return said
-
-
-def test_a_pause_waits_for_copies_that_have_not_ended_but_not_for_ever(
-    engine: Any, clock: Any, warnings: list[str]
-) -> None:
+def test_a_pause_waits_for_copies_that_have_not_ended_but_not_for_ever(engine: Any, clock: Any) -> None:
     """vLLM unmaps the device's KV when a paused engine has no work, as for /sleep."""
+    warnings: list[str] = []
+    log = SimpleNamespace(log=lambda level, text, *values: warnings.append(text % values))
+    engine.scheduler.connector._failure_log = log  # without its limit of the rate
     turn(engine, "a1", prompt(1, 480), "A")
     scheduler = engine.scheduler
     assert planner(engine).store([(b"k" * 32, 1)]) == 1

@@ -16,6 +16,7 @@ from sojourn_server.simulator.simulated_engine import SimulatedEngineOptions, _e
 from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings, KVTransferSettings
 from sojourn_server.vllm.kv_offload_connector import SojournConnector
 from sojourn_server.vllm.plugin_settings import SettingsError
+from turns import paths_settings
 from vllm.config import KVTransferConfig
 from vllm.config.lora import LoRAConfig
 from vllm.v1.kv_cache_interface import (
@@ -34,14 +35,7 @@ def seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def good(tmp_path: Path, **changed: Any) -> dict[str, Any]:
-    said = {
-        "listen": f"unix:{tmp_path / 'p.sock'}",
-        "store": str(tmp_path / "store"),
-        "store_name": "p",
-        "store_bytes": 1 << 24,
-        "buffer_bytes": 10 * FULL_BYTES + 1,
-    }
-    return {name: value for name, value in {**said, **changed}.items() if value is not None}
+    return paths_settings(tmp_path, **{"buffer_bytes": 10 * FULL_BYTES + 1, **changed})
 
 
 def read(

@@ -380,11 +380,8 @@ def test_a_lookup_is_undecided_for_two_seconds_at_most(monkeypatch: pytest.Monke
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     host = Manager()
     host.store("a", 1, end=False)
-    assert host.lookup(1) == "HIT_PENDING"
-    now[0] = 1.9
-    assert host.lookup(1) == "HIT_PENDING"
-    now[0] = 2.1
-    assert host.lookup(1) == "MISS"
+    for now[0], found in ((0.0, "HIT_PENDING"), (1.9, "HIT_PENDING"), (2.1, "MISS")):
+        assert host.lookup(1) == found
     assert host.lookup(1, "other") == "HIT_PENDING"
 
 

@@ -203,9 +203,6 @@ def test_a_reset_that_vllm_refuses_moves_no_program(on_disk: Worker) -> None:
     assert placed(engine).keys() <= {"device", "waiting"}
 
 
-# -- without programs -----------------------------------------------------------------------------
-
-
 def test_priorities_and_placement_exclude_one_another(make_engine: Any) -> None:
     with pytest.raises(ValueError, match="scheduling-policy is priority"):
         make_engine("mori", scheduling_policy="priority", **SHAPE)

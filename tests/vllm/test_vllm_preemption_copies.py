@@ -75,9 +75,6 @@ def how(on: Timed) -> str:
     return str([decision["reason"] for decision in told if decision["kind"] == "preempt"][-1])
 
 
-# -- what a preemption frees -----------------------------------------------------------------
-
-
 def test_a_preemption_frees_only_unshared_blocks(engine: Any) -> None:
     on = engine()
     add(on, "a", [*BEGINNING, *some_tokens("a", 40)], "A")
@@ -94,9 +91,6 @@ def test_a_preemption_frees_only_unshared_blocks(engine: Any) -> None:
     assert pool.get_num_free_blocks() - free == views["a"].blocks - views["a"].shared_blocks
     left = scheduler.sojourn._allocation_fallback._views(scheduler.running)
     assert [view.shared_blocks for view in left] == [0, 0], "no request shares with one that has left"
-
-
-# -- whether host memory has room --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("host_blocks", "way"), [(800, "offload"), (330, "recompute")])
@@ -125,9 +119,6 @@ def test_where_all_of_host_memory_is_kept_for_others_the_next_victim_is_computed
     assert how(on) == way
 
 
-# -- what is not worth saving --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("program", ["B", None])
 @pytest.mark.parametrize("ended", [False, True], ids=["others run", "others have ended"])
 def test_recomputing_one_request_does_not_change_others_copies(
@@ -144,9 +135,6 @@ def test_recomputing_one_request_does_not_change_others_copies(
     marked = set(below(on)._recomputed)
     assert marked == set(victim.block_hashes[16 : len(marked) + 16])
     assert len(marked) >= 10
-
-
-# -- what is kept for those who are away -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("programs", [("A", "B"), ("P", "P")], ids=["two programs", "one program"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
@@ -35,6 +36,19 @@ def tool(program: str, seq: int = 1, call: str = "c", **fields: object) -> dict[
 def end(program: str, seq: int = 1000) -> dict[str, object]:
     """The event that a program ends."""
     return {"type": "program_end", "program_id": program, "seq": seq}
+
+
+def paths_settings(folder: Path, **changed: Any) -> dict[str, Any]:
+    """Settings of the paths connector; a value of ``None`` leaves a setting out."""
+    given = {
+        "listen": f"unix:{folder / 'p.sock'}",
+        "store": str(folder / "store"),
+        "store_name": "p",
+        "store_bytes": 1 << 24,
+        "buffer_bytes": 1 << 24,
+        **changed,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def change_config(monkeypatch: Any, change: Callable[[Any], None]) -> None:
