@@ -53,15 +53,7 @@ def main() -> None:
     ]  # fmt: skip
     found = run_kept(specs, options.cache, options.jobs, row_and_log)
     rows, logs = [row for row, _ in found], [log for _, log in found]
-    plain = document(rows, result.made)
-    plain["published"] = {"least": PUBLISHED[0], "most": PUBLISHED[1], "where": "Continuum §1"}
-    plain["seconds_by"] = [{"policy": log.policy, "trace": log.trace, "rate_per_s": log.rate_per_s,
-                            **seconds_by(log)} for log in logs]  # fmt: skip
-    plain["factors"] = [
-        {"trace": trace, "rate_per_s": rate, **{policy: factor(rows, policy) for policy in rows}}
-        for (trace, rate), rows in cells(rows).items()
-    ]
-    result.write_paper(options.out, plain, page(rows, logs))
+    result.write_paper(options.out, document(rows, result.made), page(rows, logs))
 
 
 def cells(rows: Iterable[RunRow]) -> dict[Cell, dict[str, RunRow]]:
@@ -80,12 +72,12 @@ def factor(rows: dict[str, RunRow], policy: str) -> float | None:
 
 
 def seconds_by(log: RunLog) -> dict[str, float]:
-    """Return the mean seconds that a program spends in each kind of phase; ``mean`` is the sum."""
+    """Return the mean seconds that a program spends in each kind of phase."""
     sums = dict.fromkeys(PHASE_KINDS, 0.0)
     for program in log.programs:
         for kind, seconds in totals(program, log.virtual_s).items():
             sums[kind] += seconds / len(log.programs)
-    return {"mean": sum(sums.values()), **sums}
+    return sums
 
 
 def _cell(rows: dict[str, RunRow], policy: str) -> str:

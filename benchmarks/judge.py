@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 from judge_page import LIMITS, ORACLE, OURS, STOCK, Cell, Figures, page
-from kept_runs import chosen, kept_file, run_arguments, run_kept
+from kept_runs import kept_file, run_arguments, run_kept, traces_of
 from oracle_policies import oracle_row
 from result_pages import Result
 from rich.console import Console
@@ -283,7 +283,7 @@ def main() -> None:
     options = arguments()
     result = Result("judge", "The judge: one policy against all presets")
     console = Console(stderr=True)
-    traces = [str(path) for path in chosen(options.traces, None)] if options.traces else []
+    traces = [str(path) for path in traces_of(options.traces)] if options.traces else []
     points = grid([*traces, *(f"synthetic:{name}" for name in SYNTHETIC)])
     found = earlier_cells(options.onto) if options.onto else []
     if options.renew:

@@ -32,13 +32,11 @@ def run_arguments(doc: str | None) -> ArgumentParser:
     return parser
 
 
-def chosen(folder: Path, only: str | None) -> list[Path]:
-    """The traces of a folder, sorted. ``only`` has parts of their file names, commas between."""
-    words = only.split(",") if only else [""]
-    files = sorted(path for path in folder.iterdir() if path.name.endswith((".jsonl", ".jsonl.gz")))
-    found = [path for path in files if any(word in path.name for word in words)]
+def traces_of(folder: Path) -> list[Path]:
+    """The traces of a folder, sorted."""
+    found = sorted(path for path in folder.iterdir() if path.name.endswith((".jsonl", ".jsonl.gz")))
     if not found:
-        sys.exit(f"{folder} holds no trace{f' named like {only}' if only else ''}")
+        sys.exit(f"{folder} holds no trace")
     return found
 
 

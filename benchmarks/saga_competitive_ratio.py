@@ -9,8 +9,7 @@ second, programs arrive at that rate and no KV is lost. Pool sizes are shares of
 contexts in this run. (In much smaller pools, running programs displace each other under any order, and LRU is
 as good as Bélády.) At each size, stock vLLM is run and its block accesses are recorded. Bélády and "LRU +
 Prefix" (SAGA, Table 2) are replayed on these accesses. Sizes at which LRU ÷ Bélády is at least 2.0, as in the
-paper's table, are run under every other policy. Writes saga_competitive_ratio.json and .md into
-benchmarks/results. Text between the marks of the .md is written by hand and kept.
+paper's table, are run under every other policy.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from belady import AccessRecorder, recomputed_tokens
-from kept_runs import chosen, row_and_log, row_of, run_arguments, run_kept
+from kept_runs import row_and_log, row_of, run_arguments, run_kept, traces_of
 from result_pages import Result, marked, number
 from rich.console import Console
 from sojourn_server.simulator.report.results_file import document
@@ -114,7 +113,7 @@ def main() -> None:
 
     found: dict[str, list[Size]] = {}
     rows: list[RunRow] = []
-    for trace in chosen(options.traces, None):
+    for trace in traces_of(options.traces):
         name = trace_name(str(trace))
         kept = options.cache, options.jobs
         ((_, alone),) = run_kept([spec(trace, "unlimited", ALONE_PER_S)], *kept, row_and_log)

@@ -374,19 +374,12 @@ def show_results(results: Sequence[Mapping[str, Any]]) -> None:
 def document(scenario: Scenario, profile_file: Path, results: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the JSON document with all results."""
     measured = EngineProfile.from_toml(profile_file.read_text(encoding="utf-8"))
-    told, steps = provenance(made_with(sys.argv)), measured.steps
+    told = provenance(made_with(sys.argv))
     return {
         **told,
         "versions": {**told["versions"], "engine": measured.engine},
         "scenario": dataclasses.asdict(scenario),
         "within": JUDGED,
-        "profile": {
-            "measured_at": measured.measured_at,
-            "step_costs": steps._asdict() if steps is not None else None,
-            "samples": len(measured.step_samples),
-            "samples_off_root_mean_square": steps.relative_error(measured.step_samples) if steps else None,
-            "samples_off_median": measured_off(profile_file),
-        },
         "results": results,
         "agrees": all(all(result["agrees"].values()) for result in results),
     }

@@ -49,7 +49,6 @@ PUBLISHED_SEEN = {"2P4D": "1.739 s, 0.228 s, 39 ms", "44P88D": "1.847 s, 0.194 s
 """TTFT, TTST and TPOT in Table 3."""
 PUBLISHED_GAINS = {"ds-660b": 2.25, "ds-27b": 1.67}
 """Agents per second within the service levels, DualPath ÷ Basic (§7.4)."""
-COMPARED_HEAD = ("Basic", "DualPath", "Oracle", "against Basic", "of Oracle", "prefill busy: Basic, DualPath")
 SEEN_HEAD = ("", "turns/s", "TTFT, mean", "TTFT, P95", "TTST", "TPOT")
 
 
@@ -93,13 +92,6 @@ class Bench:
     def compare(self, part: str, systems: Sequence[str] = COMPARED, **given: Any) -> list[PdOutcome]:
         """The results of one set-up under each of ``systems``."""
         return self.run(part, [self.spec(system=system, **given) for system in systems])
-
-
-def compared(outcomes: Sequence[PdOutcome]) -> list[str]:
-    """The cells of a table row that compares the three ``COMPARED`` systems."""
-    basic, dual, oracle = (outcome.virtual_s for outcome in outcomes)
-    busy = f"{outcomes[0].prefill_busy:.0%}, {outcomes[1].prefill_busy:.0%}"
-    return [*map(seconds, outcomes), f"{basic / dual:.2f}×", f"{oracle / dual:.0%}", busy]
 
 
 def seconds(outcome: PdOutcome) -> str:
@@ -239,8 +231,7 @@ def _broken(outcome: PdOutcome | None) -> str:
 
 
 def online_table(bench: Bench) -> list[str]:
-    names = ("basic", "scheduling", "oracle")
-    outcomes = bench.run("online", [bench.online(0.4, system=name, **HOUR) for name in names])
+    outcomes = bench.run("online", [bench.online(0.4, system=name, **HOUR) for name in COMPARED])
     lines, gains = [], []
     for model, rates in RATES.items():
         most = capacity(bench, model, rates)
@@ -274,14 +265,18 @@ def loads_table(bench: Bench) -> list[str]:
         for model, nodes in NODES.items():
             size = 2048 if model == "ds-660b" else 1024
             outcomes = bench.compare("loads", agents=size, workload=workload, model=model, nodes=nodes)
+            basic, dual, oracle = (outcome.virtual_s for outcome in outcomes)
             lines.append(
-                [f"{workload}, {model}, {outcomes[0].cluster}, {size:,} agents", *compared(outcomes)]
-            )
+                [f"{workload}, {model}, {outcomes[0].cluster}, {size:,} agents", *map(seconds, outcomes),
+                 f"{basic / dual:.2f}×", f"{oracle / dual:.0%}",
+                 f"{outcomes[0].prefill_busy:.0%}, {outcomes[1].prefill_busy:.0%}"]
+            )  # fmt: skip
     text = (
         "Published (Figure 7): more for longer contexts and more agents, up to 1.87×; the 660B model comes "
         "near Oracle, the other two do not."
     )
-    return section("Workloads and models (predicted)", text, ("", *COMPARED_HEAD), lines)
+    head = ("", "Basic", "DualPath", "Oracle", "against Basic", "of Oracle", "prefill busy: Basic, DualPath")
+    return section("Workloads and models (predicted)", text, head, lines)
 
 
 PARTS: dict[str, Callable[[Bench], list[str]]] = {
