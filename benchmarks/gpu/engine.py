@@ -41,7 +41,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from engine_agents import SHAPE, AloneSpeed, make_model, run_agents, simulate_agents, started, warm_up
+from engine_agents import SHAPE, make_model, run_agents, simulate_agents, started, warm_up
 from engine_loads import (
     ARMS,
     H200,
@@ -83,14 +83,11 @@ def agents_sections(found: Row) -> list[str]:
     runs, setup = found["rows"], found["setup"]
     names = {run["arm"] for run in runs}
     about = [f"* **{arm.name}**: {arm.about}." for arm in ARMS if arm.name in names]
-    speed_of = f" to the server of {found['alone']['arm']}" if "alone" in found else ""
     parts = [
         f"Each server has {setup['pool_tokens']:,} tokens for KV on the device; 1x and 4x of host memory are "
         "multiples of that. Programs are consecutive turns of recorded ones. Means are over programs that "
-        f"ended within {setup['limit_s']:g} s. A slowdown is the completion time over that of the program "
-        f"alone on an idle engine, computed from the speed of single requests{speed_of}. “Again” are prompt "
-        "tokens that a perfect cache would have had. Prompts of each run are new to its server, whose caches "
-        "are full of ended programs.",
+        f"ended within {setup['limit_s']:g} s. “Again” are prompt tokens that a perfect cache would have "
+        "had. Prompts of each run are new to its server, whose caches are full of ended programs.",
         "\n".join(about),
     ]
     for load, of_load in groupby(sorted(runs, key=_place), key=lambda run: run["load"]):
@@ -118,14 +115,13 @@ def agents_row(run: Row) -> Row:
     if "turns" not in run:
         why = run["failed"].strip().splitlines()[-1][:200]
         return {"arm": run["arm"], "seed": run["seed"], "ended": "failed", "failed": why}
-    completion, slowdown, ttft = (run.get(name) or {} for name in ("completion_s", "slowdown", "ttft_s"))
+    completion, ttft = (run.get(name) or {} for name in ("completion_s", "ttft_s"))
     sources = run["tokens_by_source"]
     row = {
         "arm": run["arm"],
         "seed": run["seed"],
         "ended": f"{run['programs_finished']} of {run['programs']}",
         "completion s: mean, median, P95": _three(completion, 1),
-        **({"slowdown: mean, median, P95": _three(slowdown, 2)} if slowdown else {}),
         "TTFT s: mean, median, P95": _three(ttft, 2),
         "TPOT ms": _rounded(1e3 * ((run["tpot_s"] or {}).get("mean") or 0), 1),
         "prompt tokens": run["prompt_tokens"],
@@ -281,18 +277,12 @@ def _run_agents(arguments: argparse.Namespace, document: Row, cuda: bool, kept: 
             continue
         logs = arguments.logs or kept
         with started([run.arm for run in group], model, setup, cuda, logs) as servers:
-            speeds: dict[tuple[str, float, float], AloneSpeed] = {}
             for kind, server in servers.items():
                 if not isinstance(server, (str, Exception)):
                     try:
-                        speeds[kind] = asyncio.run(warm_up(server.url, setup))
+                        asyncio.run(warm_up(server.url, setup))
                     except Exception as error:  # it may be out of memory; other arms still run
                         servers[kind] = error
-            if speeds and "alone" not in made:
-                # One speed for all slowdowns: that of vLLM alone, or else of the first server.
-                kind = min(speeds, key=lambda kind: kind != ("stock", 0, 0))
-                name = next(arm.name for arm in ARMS if arm.server == kind)
-                made["alone"] = {"arm": name, "speed": asdict(speeds[kind])}
             start_s = time.monotonic() - group_began_s
             for number, run in enumerate(group):
                 server = servers[run.arm.server]
@@ -310,8 +300,7 @@ def _run_agents(arguments: argparse.Namespace, document: Row, cuda: bool, kept: 
                 try:
                     if isinstance(server, Exception):
                         raise server
-                    speed = AloneSpeed(**made["alone"]["speed"])
-                    found = run_agents(server, run.arm, run.load, programs, speed, setup)
+                    found = run_agents(server, run.load, programs, setup)
                 except Exception as error:  # other arms still run
                     found = {"failed": f"{type(error).__name__}: {error}"[-4000:]}
                 row = {"arm": run.arm.name, "load": run.load.name, "seed": run.seed, **found}

@@ -298,7 +298,7 @@ def profile_toml(
 
 
 def measure(output: Path, base_name: str | None, smoke: bool) -> dict[str, Any]:
-    """Measure, print the constants and write the profile ``output``. Returns the curves, their constants and,
+    """Measure, and write the profile ``output``. Returns the curves, their constants and,
     under ``shipped``, those of the data sheet's profile: ``base_name``, a shipped profile or a
     file; ``None``: the device's. ``smoke``: tiny shapes on the CPU, whose figures mean nothing."""
     title = "smoke test on a CPU: not a measurement" if smoke else torch.cuda.get_device_name(0)
@@ -326,8 +326,6 @@ def measure(output: Path, base_name: str | None, smoke: bool) -> dict[str, Any]:
         "shape": model.name,
         "data_sheet": base.name,
     }
-    for name, value in measured.items():
-        print(f"{name:30} {value:12.5g}   {base.name}: {getattr(base, name):.5g}")
     name = "smoke" if smoke else "measured"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(profile_toml(name, title, base, measured, provenance), encoding="utf-8")
