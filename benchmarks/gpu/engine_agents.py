@@ -12,13 +12,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_and_simulator import replay, simulate
 from engine_loads import Arm, Load, Setup
+from sojourn_server.metrics.summary_statistics import summarise
 from sojourn_server.replay.completions_client import CompletionsClient
 from sojourn_server.replay.replay_driver import ReplayOptions
+from sojourn_server.traces.prompt_builder import plan_turns
 from sojourn_server.traces.trace_schema import TraceProgram
 
 if TYPE_CHECKING:
@@ -54,10 +57,26 @@ CUDA_FLAGS = (
 )  # fmt: skip
 START_LIMIT_S = 200.0
 VOCABULARY = 8_000
-CACHED = "vllm:prompt_tokens_cached_by_source_total"
+CACHED, COMPUTED = "vllm:prompt_tokens_cached_by_source_total", "vllm:prompt_tokens_by_source_total"
 PREEMPTIONS = "vllm:num_preemptions_total"
 FROM_DISK = 'what="staged"'
 """Label of sojourn's moves from disk to host memory, in blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AloneSpeed:
+    """Speed of the engine for one request at a time. It gives the completion time of a program alone."""
+
+    request_s: float
+    prompt_token_s: float
+    output_token_s: float
+
+    def completion_s(self, program: TraceProgram) -> float:
+        """Return the time of the program on an idle engine that keeps all its KV."""
+        turns = plan_turns(program)
+        prompts_s = sum(self.request_s + turn.new_tokens * self.prompt_token_s for turn in turns)
+        outputs_s = sum(turn.output_tokens - 1 for turn in turns) * self.output_token_s
+        return prompts_s + outputs_s + sum(turn.idle_s for turn in program.turns[:-1])
 
 
 def make_model(folder: Path, cuda: bool) -> str:
@@ -137,8 +156,9 @@ def started(
                 pool.submit(server.stop)
 
 
-async def warm_up(url: str, setup: Setup) -> None:
-    """Send requests that share nothing with the agents. Kernels are compiled on first use."""
+async def warm_up(url: str, setup: Setup) -> AloneSpeed:
+    """Send requests that share nothing with the agents. Kernels are compiled on first use. Return the speed
+    of single requests after that."""
     draw = random.Random(1)
     short, long = setup.max_model_len // 64, setup.max_model_len // 2
     output = min(32, setup.max_output_tokens)
@@ -146,12 +166,21 @@ async def warm_up(url: str, setup: Setup) -> None:
     async with CompletionsClient(url) as client:
         served = await client.discover(None)
 
-        async def one(tokens: int) -> None:
+        async def one(tokens: int) -> tuple[float, float]:
             prompt = [draw.randrange(100, VOCABULARY) for _ in range(tokens)]
-            await client.complete(served.name, prompt, output)
+            answer = await client.complete(served.name, prompt, output)
+            return answer.ttft_s, answer.tpot_s or 0.0
 
         await asyncio.gather(*(one(tokens) for tokens in (64, short, long, long // 2, short, short)))
         await one(long)
+        shorts, longs = [await one(short) for _ in range(3)], [await one(long) for _ in range(3)]
+    short_s, long_s = min(ttft for ttft, _ in shorts), min(ttft for ttft, _ in longs)
+    slope_s = max(0.0, (long_s - short_s) / (long - short))
+    return AloneSpeed(
+        request_s=max(0.0, short_s - short * slope_s),
+        prompt_token_s=slope_s,
+        output_token_s=min(tpot for _, tpot in longs),
+    )
 
 
 def replay_options(programs: Sequence[TraceProgram], load: Load, setup: Setup) -> ReplayOptions:
@@ -164,9 +193,14 @@ def replay_options(programs: Sequence[TraceProgram], load: Load, setup: Setup) -
 
 
 def run_agents(
-    server: EngineServer, load: Load, programs: Sequence[TraceProgram], setup: Setup
+    server: EngineServer,
+    arm: Arm,
+    load: Load,
+    programs: Sequence[TraceProgram],
+    speed: AloneSpeed,
+    setup: Setup,
 ) -> dict[str, Any]:
-    """Let the agents of a load run on a server. Return the figures; ``failed`` if requests failed."""
+    """Let the agents of a load run on an arm. Return the figures; ``failed`` if requests failed."""
     before = _counters(server)
     options = replay_options(programs, load, setup)
     tally = asyncio.run(replay(server.url, programs, options, setup.limit_s))
@@ -176,16 +210,24 @@ def run_agents(
         if earlier == after:
             break
     moved = Counter({key: after[key] - before.get(key, 0.0) for key in after})
+    alone_s = {program.program_id: speed.completion_s(program) for program in programs}
     document = tally.document()
+    ended = {p.program_id: p.completion_s for p in tally.finished if p.completion_s is not None}
     document |= {
         "programs": len(programs),
+        "slowdown": summarise(s / alone_s[name] for name, s in ended.items()),
+        "completions_s": {name: [round(s, 3), round(alone_s[name], 3)] for name, s in ended.items()},
         "tokens_by_source": {
             key.split('"')[1]: round(value)
             for key, value in moved.items()
             if key.startswith(CACHED) and value
         },
+        "computed_by_engine": round(moved[f'{COMPUTED}"local_compute"']),
         "preemptions": round(moved[PREEMPTIONS]),
         "disk_blocks": round(sum(value for key, value in moved.items() if FROM_DISK in key)),
+        "sojourn_metrics": {
+            key: value for key, value in moved.items() if key.startswith("sojourn_") and value
+        },
     }
     if document["errors"] or not document["turns"]:
         document["failed"] = f"{document['first_error'] or 'no turn ended'}"[:300]
@@ -203,12 +245,13 @@ def _counters(server: EngineServer, wait_s: float = 0.0) -> Counter[str]:
     for line in page.splitlines():
         name, _, value = line.rpartition(" ")
         bare = name.partition("{")[0]
-        if bare == CACHED and (source := re.search(r'source="[^"]*"', name)):
-            found[bare + source.group().removeprefix("source=")] += float(value)
+        if bare in (CACHED, COMPUTED):
+            source = re.search(r'source="[^"]*"', name)
+            found[bare + (source.group().removeprefix("source=") if source else "")] += float(value)
         elif bare == PREEMPTIONS:
             found[bare] += float(value)
-        elif bare.endswith("_total") and FROM_DISK in name:
-            found[name] += float(value)
+        elif bare.startswith("sojourn_") and bare.endswith("_total"):
+            found[re.sub(r'(,?)model_name="[^"]*"', "", name)] += float(value)
     return found
 
 

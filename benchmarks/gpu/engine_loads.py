@@ -1,10 +1,11 @@
-"""Loads and arms of ``engine.py``, and the order of its runs."""
+"""Loads and arms of ``engine.py``, the order of its runs, and what fits a budget of seconds."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,16 @@ class Setup:
     stagger_s: float = 0.1
     limit_s: float = 100.0
     """End of one run."""
+    start_s: float = 60.0
+    """Expected seconds until all servers of a group answer."""
+    prefill_tokens_per_s: float = 25_000.0
+    decode_s: float = 0.012
+    """Expected seconds of an output token, at the usual number of requests."""
 
 
 H200 = Setup()
+EXPECTATIONS = ("start_s", "prefill_tokens_per_s", "decode_s")
+"""Settings that plan the runs and change none."""
 SMALL = Setup(
     block_tokens=32,
     pool_tokens=1_024,
@@ -55,6 +63,7 @@ SMALL = Setup(
     max_gap_s={SHORT_TOOLS: 0.1, LONG_TOOLS: 0.3},
     max_programs=4,
     stagger_s=0.05,
+    start_s=15.0,
 )
 """For a CPU: shows that the script runs."""
 
@@ -68,6 +77,8 @@ class Arm:
     policy: str = "stock"
     host: float = 0
     disk: float = 0
+    importance: int
+    """0 for what every load needs. A higher number runs later."""
     simulated: str | None = None
     """The simulator's name of the arm; ``None`` if it has none."""
 
@@ -84,16 +95,18 @@ class Arm:
 
 _OFFLOAD = "vLLM with its own OffloadingConnector; outputs go to host memory as well as prompts"
 ARMS = (
-    Arm(name="vLLM", about="vLLM alone", simulated="stock"),
-    Arm(name="sojourn + 1x", about="sojourn and host memory", policy="sojourn", host=1, simulated="sojourn"),
-    Arm(name="vLLM + 1x", about=_OFFLOAD, host=1, simulated="lru-offload"),
-    Arm(name="sojourn", about="sojourn on the device alone", policy="sojourn", simulated="sojourn"),
-    Arm(name="sojourn + 4x", about="sojourn and host memory", policy="sojourn", host=4, simulated="sojourn"),
-    Arm(name="vLLM + 4x", about=_OFFLOAD, host=4, simulated="lru-offload"),
+    Arm(name="vLLM", about="vLLM alone", importance=0, simulated="stock"),
+    Arm(name="sojourn + 1x", about="sojourn and host memory", policy="sojourn", host=1, importance=0,
+        simulated="sojourn"),
+    Arm(name="vLLM + 1x", about=_OFFLOAD, host=1, importance=0, simulated="lru-offload"),
+    Arm(name="sojourn", about="sojourn on the device alone", policy="sojourn", importance=0,
+        simulated="sojourn"),
+    Arm(name="sojourn + 4x", about="sojourn and host memory", policy="sojourn", host=4, importance=1,
+        simulated="sojourn"),
+    Arm(name="vLLM + 4x", about=_OFFLOAD, host=4, importance=1, simulated="lru-offload"),
     Arm(name="sojourn + 1x + disk", about="sojourn, host memory, and a disk of 4 times the device's memory",
-        policy="sojourn", host=1, disk=4, simulated="sojourn"),
+        policy="sojourn", host=1, disk=4, importance=4, simulated="sojourn"),
 )  # fmt: skip
-"""The most important first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +117,7 @@ class Load:
     tools: str
     forced: bool = True
     """Whether outputs are forced. If not, the model decodes, and prompts repeat what it said."""
+    importance: int
 
     @property
     def name(self) -> str:
@@ -111,26 +125,30 @@ class Load:
 
 
 LOADS = (
-    Load(ratio=4, tools=LONG_TOOLS),
-    Load(ratio=4, tools=SHORT_TOOLS),
-    Load(ratio=2, tools=LONG_TOOLS),
-    Load(ratio=2, tools=SHORT_TOOLS),
-    Load(ratio=2, tools=LONG_TOOLS, forced=False),
+    Load(ratio=4, tools=LONG_TOOLS, importance=0),
+    Load(ratio=4, tools=SHORT_TOOLS, importance=1),
+    Load(ratio=2, tools=LONG_TOOLS, importance=2),
+    Load(ratio=2, tools=SHORT_TOOLS, importance=3),
+    Load(ratio=2, tools=LONG_TOOLS, forced=False, importance=4),
 )
-"""The most important first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """One arm on one load with one seed."""
+    """One arm on one load with one seed. ``left_out`` says why it does not run; empty if it does."""
 
     arm: Arm
     load: Load
     seed: int
+    expected_s: float
+    left_out: str = ""
 
     def row(self) -> dict[str, Any]:
         """Return the row of a table."""
-        return {"load": self.load.name, "arm": self.arm.name, "seed": self.seed}
+        return {"load": self.load.name, "arm": self.arm.name, "seed": self.seed} | {
+            "expected s": round(self.expected_s),
+            "left out": self.left_out,
+        }
 
 
 def read_programs(folder: Path) -> list[TraceProgram]:
@@ -220,22 +238,66 @@ def renamed(programs: Sequence[TraceProgram], prefix: str) -> list[TraceProgram]
     return [msgspec.structs.replace(p, program_id=f"{prefix}-{p.program_id}") for p in programs]
 
 
+def expected_s(programs: Sequence[TraceProgram], arm: Arm, load: Load, setup: Setup) -> float:
+    """Return a rough estimate of a run's seconds: the device's work, or the longest program if it is longer.
+
+    Memory for all contexts means that no token is computed twice; with less, a growing share of each prompt.
+    """
+    plans = [plan_turns(program) for program in programs]
+    lacking = max(0.0, 1 - (1 + arm.host + arm.disk) / load.ratio)
+    computed = sum(t.new_tokens + lacking * t.reused_tokens for plan in plans for t in plan)
+    outputs = max(sum(turn.output_tokens for turn in p.turns) for p in programs)
+    waits = max(sum(turn.idle_s for turn in p.turns) for p in programs)
+    alone_s = waits + outputs * setup.decode_s + len(programs) * setup.stagger_s
+    busy_s = computed / setup.prefill_tokens_per_s + outputs * setup.decode_s
+    return min(setup.limit_s, max(alone_s, busy_s) + 2)
+
+
 def plan_runs(
+    budget_s: float,
     arms: Sequence[Arm],
     loads: Sequence[Load],
+    costs: dict[tuple[str, str], float],
     seeds: Sequence[int],
+    setup: Setup,
     done: Collection[tuple[str, str, int]] = (),
 ) -> list[PlannedRun]:
-    """Return all runs that are not ``done`` (names of arm and load, and seed), in their order.
+    """Return all runs that are not ``done``. Those that fit the budget come first, in the order in which they
+    run.
 
-    The servers of a group start once, so its runs are neighbours. Every other seed has the arms in opposite
-    order. Only the first group decodes for real.
+    The most important are chosen first. A group of servers costs its start. Within a group and a load, every
+    other seed has the arms in opposite order. ``costs``: expected seconds by arm and load. ``done``: names of
+    arm and load, and seed.
     """
-    return [
-        PlannedRun(arm=arm, load=load, seed=seed)
-        for group in sorted({arm.group for arm in arms})
+    every = [
+        PlannedRun(arm=arm, load=load, seed=seed, expected_s=costs[arm.name, load.name])
         for seed in seeds
         for load in loads
-        for arm in (reversed(arms) if seed % 2 else arms)
-        if arm.group == group and (load.forced or not group) and (arm.name, load.name, seed) not in done
+        for arm in arms
+        if (load.forced or arm.importance == 0) and (arm.name, load.name, seed) not in done
     ]
+    # 3 to 2: the main arms have the second load before other arms have the first, but not the third.
+    # 8: a second seed of the main arms comes after all their loads (4 steps), and before the disk (12).
+    every.sort(key=lambda run: 2 * run.load.importance + 3 * run.arm.importance + 8 * run.seed)
+    left_s = budget_s
+    started: set[int] = set()
+    chosen, left_out = [], []
+    for run in every:
+        needed_s = run.expected_s + (0 if run.arm.group in started else setup.start_s)
+        if needed_s <= left_s:
+            left_s -= needed_s
+            started.add(run.arm.group)
+            chosen.append(run)
+        else:
+            left_out.append(replace(run, left_out="does not fit the budget"))
+    # One arm alone compares nothing.
+    together = Counter((run.load, run.seed) for run in chosen)
+    kept = [run for run in chosen if together[run.load, run.seed] > 1 or done or len(arms) == 1]
+    left_out += [replace(run, left_out="nothing to compare with") for run in chosen if run not in kept]
+    order = {arm.name: number for number, arm in enumerate(arms)}
+
+    def place(run: PlannedRun) -> tuple[int, int, int, int]:
+        turned = -1 if run.seed % 2 else 1
+        return run.arm.group, run.seed, run.load.importance, turned * order[run.arm.name]
+
+    return sorted(kept, key=place) + left_out

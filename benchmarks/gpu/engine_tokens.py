@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -164,14 +165,14 @@ def generate_tokens(arm: dict[str, Any], model: str, disk: str) -> dict[str, Any
     return found
 
 
-def compare_tokens(kept: Path) -> list[dict[str, Any]]:
-    """Run each arm in a process of its own, and return one row for each."""
+def compare_tokens(kept: Path, numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """Run the arms with these numbers in processes of their own, and return one row for each."""
     models = small_models(kept)
     rows: list[dict[str, Any]] = []
     expected: dict[tuple[str, ...], list[list[int]]] = {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = pool.map(lambda number: in_a_process(number, models, kept), range(len(TOKEN_ARMS)))
-        for arm, found in zip(TOKEN_ARMS, answers, strict=True):
+        answers = pool.map(lambda number: in_a_process(number, models, kept), numbers)
+        for arm, found in zip((TOKEN_ARMS[number] for number in numbers), answers, strict=True):
             row = token_row(arm, found, expected)
             rows.append(row)
             print(json.dumps(row), flush=True)

@@ -3,8 +3,8 @@
     python benchmarks/gpu/pack.py --traces FOLDER
 
 Needs the environment of ``make setup``, no GPU, and five minutes. Writes ``site.tar.xz`` and
-``traces.jsonl.gz`` to ``out/gpu``. pip takes vLLM's CUDA wheel and the packages of ``PACKAGES`` for the other
-machine.
+``traces.jsonl.gz`` to ``out/gpu``, and fails if they and the repository's files are too large to travel. pip
+takes vLLM's CUDA wheel and the packages of ``PACKAGES`` for the other machine.
 
 Two cuts make the wheel small. Files in ``DROPPED`` go. In a CUDA library, the code for other devices, and for
 shapes that ``engine.py`` does not run, becomes zeros: all offsets stay, the driver loads a kernel's code only
@@ -34,6 +34,8 @@ from sojourn_server.models.model_cache import resolve_model
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MIB = 2**20
+LIMIT_MIB = 64
+"""Limit for all that travels."""
 OUT = ROOT / "out" / "gpu"
 VLLM = "0.32.0"
 PYTHON = "3.12"
@@ -159,6 +161,17 @@ def sample_traces(folder: Path, target: Path, seed: int = 0) -> int:
     return count
 
 
+def travelling_bytes(paths: list[Path]) -> dict[str, int]:
+    """Return the sizes of the repository's files and of each packed file."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    sizes = {"the repository": sum(path.stat().st_size for path in files if path.is_file())}
+    return sizes | {path.name: path.stat().st_size for path in paths if path.exists()}
+
+
 def _same_version(name: str) -> str:
     """Return the version of a package in this environment, where the tests run, as pip writes it."""
     try:
@@ -167,11 +180,12 @@ def _same_version(name: str) -> str:
         return ""
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=OUT, help="directory for the packed files")
     parser.add_argument("--vllm", default=VLLM, help="version of vLLM")
     parser.add_argument("--traces", type=Path, help="directory of trace files to take a sample of")
+    parser.add_argument("--limit-mib", type=float, default=LIMIT_MIB, help="limit for all that travels")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     archive, sample = arguments.out / "site.tar.xz", arguments.out / "traces.jsonl.gz"
@@ -184,8 +198,12 @@ def main() -> None:
             print(f"{row['library']}: {row['kept'] / MIB:.1f} MiB kept, {row['cleared'] / MIB:.1f} cleared")
         with tarfile.open(archive, "w:xz", preset=6) as packed:
             packed.add(site, ".")
-    print(f"{archive}: {archive.stat().st_size / MIB:.1f} MiB")
+    sizes = travelling_bytes([archive, sample])
+    total = sum(sizes.values()) / MIB
+    print("\n".join(f"{size / MIB:7.1f} MiB  {what}" for what, size in sizes.items()))
+    print(f"{total:7.1f} MiB  in all, of {arguments.limit_mib:g}")
+    return int(total > arguments.limit_mib)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -221,21 +221,38 @@ def measure_decode_attention(bench: Bench, model: ModelShape, plan: Plan) -> lis
 
 
 def measure_copies(bench: Bench, plan: Plan) -> dict[str, float]:
-    """Return the bytes per second of copies between pinned host memory and device, each direction alone."""
+    """Return the bytes per second of copies between pinned host memory and device: each direction alone, and
+    both at once."""
     size = plan.copy_blocks * BLOCK_BYTES
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=bench.cuda)
-    device = torch.empty(size, dtype=torch.uint8, device=bench.device)
+    host = [torch.empty(size, dtype=torch.uint8, pin_memory=bench.cuda) for _ in range(2)]
+    device = [torch.empty(size, dtype=torch.uint8, device=bench.device) for _ in range(2)]
     blocks = [slice(start, start + BLOCK_BYTES) for start in range(0, size, BLOCK_BYTES)]
 
     def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         for block in blocks:
             target[block].copy_(source[block], non_blocking=True)
 
-    return {
-        "host_to_device_bytes_per_s": size / bench.seconds(lambda: copy(device, host), graph=False),
-        "device_to_host_bytes_per_s": size / bench.seconds(lambda: copy(host, device), graph=False),
-        "copy_overhead_s": bench.seconds(lambda: host[:1].copy_(device[:1], non_blocking=True), graph=False),
+    found = {
+        "host_to_device_bytes_per_s": size / bench.seconds(lambda: copy(device[0], host[0]), graph=False),
+        "device_to_host_bytes_per_s": size / bench.seconds(lambda: copy(host[1], device[1]), graph=False),
+        "copy_overhead_s": bench.seconds(
+            lambda: host[0][:1].copy_(device[0][:1], non_blocking=True), graph=False
+        ),
     }
+    if bench.cuda:
+        lanes = [torch.cuda.Stream(), torch.cuda.Stream()]
+
+        def both() -> None:
+            current = torch.cuda.current_stream()
+            for lane, target, source in zip(lanes, (device[0], host[1]), (host[0], device[1]), strict=True):
+                lane.wait_stream(current)
+                with torch.cuda.stream(lane):
+                    copy(target, source)
+            for lane in lanes:
+                current.wait_stream(lane)
+
+        found["both_ways_bytes_per_s"] = 2 * size / bench.seconds(both, graph=False)
+    return found
 
 
 def constants(
@@ -266,7 +283,7 @@ def constants(
         "weight_read_efficiency": weight_read / bandwidth,
         "kv_read_efficiency": kv_read / bandwidth,
         "layer_overhead_s": max(0.0, one["layer_s"] - one["gemm_s"]),
-        **copies,
+        **{name: value for name, value in copies.items() if name != "both_ways_bytes_per_s"},
     }
     if memory_bytes is not None:
         found["memory_bytes"] = memory_bytes
@@ -298,7 +315,7 @@ def profile_toml(
 
 
 def measure(output: Path, base_name: str | None, smoke: bool) -> dict[str, Any]:
-    """Measure, and write the profile ``output``. Returns the curves, their constants and,
+    """Measure, print the constants and write the profile ``output``. Returns the curves, their constants and,
     under ``shipped``, those of the data sheet's profile: ``base_name``, a shipped profile or a
     file; ``None``: the device's. ``smoke``: tiny shapes on the CPU, whose figures mean nothing."""
     title = "smoke test on a CPU: not a measurement" if smoke else torch.cuda.get_device_name(0)
@@ -326,6 +343,8 @@ def measure(output: Path, base_name: str | None, smoke: bool) -> dict[str, Any]:
         "shape": model.name,
         "data_sheet": base.name,
     }
+    for name, value in measured.items():
+        print(f"{name:30} {value:12.5g}   {base.name}: {getattr(base, name):.5g}")
     name = "smoke" if smoke else "measured"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(profile_toml(name, title, base, measured, provenance), encoding="utf-8")

@@ -36,11 +36,11 @@ def test_arms_run_on_the_cpu_engine_and_what_needs_cuda_is_on_the_page(tmp_path:
     for row in rows.values():
         assert row["programs_finished"] == row["programs"] == 4
         assert row["notes"] == []  # outputs were forced, and cached tokens reported
-        assert row["completion_s"]["mean"] > 0
+        assert row["slowdown"]["mean"] > 0
     assert rows["sojourn + 1x"]["tokens_by_source"].get("external_unspecified", 0) > 0
     page = (tmp_path / "gpu_agents.md").read_text()
     assert "| arm | over vLLM | over sojourn + 1x |" in page
-    assert "| vLLM + 1x | 0 | vLLM's own connector to host memory needs CUDA |" in page
+    assert "| vLLM + 1x (3 s) | vLLM's own connector to host memory needs CUDA |" in page
 
 
 def test_a_short_soak_leaks_nothing(tmp_path: Path) -> None:

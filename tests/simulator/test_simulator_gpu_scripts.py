@@ -1,4 +1,4 @@
-"""benchmarks/gpu without a GPU: the order of runs, what fails an arm, and the arithmetic of the roofline."""
+"""benchmarks/gpu without a GPU: the plan of runs, what fails an arm, and the arithmetic of the roofline."""
 
 from __future__ import annotations
 
@@ -19,16 +19,27 @@ tokens = load_script("benchmarks/gpu/engine_tokens.py")
 loads = sys.modules["engine_loads"]
 
 
-def test_runs_of_a_group_are_neighbours_and_what_is_done_does_not_run_again() -> None:
-    runs = loads.plan_runs(loads.ARMS, loads.LOADS, range(2))
-    assert [run.arm.name for run in runs[:4]] == ["vLLM", "sojourn + 1x", "vLLM + 1x", "sojourn"]
-    assert {run.load for run in runs[:4]} == {loads.LOADS[0]}
-    assert [run.arm.group for run in runs] == sorted(run.arm.group for run in runs)
-    turned = [run.arm.name for run in runs if run.seed == 1 and run.load == loads.LOADS[0]]
+def test_the_plan_takes_the_most_important_runs_and_pays_for_each_start() -> None:
+    costs = {(arm.name, load.name): 30.0 for arm in loads.ARMS for load in loads.LOADS}
+
+    def plan(budget_s: float, done: Any = ()) -> tuple[list[Any], list[Any]]:
+        runs = loads.plan_runs(budget_s, loads.ARMS, loads.LOADS, costs, range(2), loads.H200, done)
+        return [run for run in runs if not run.left_out], [run for run in runs if run.left_out]
+
+    chosen, out = plan(loads.H200.start_s + 4 * 30)
+    assert [run.arm.name for run in chosen] == ["vLLM", "sojourn + 1x", "vLLM + 1x", "sojourn"]
+    assert {run.load for run in chosen} == {loads.LOADS[0]}
+    assert plan(loads.H200.start_s + 4 * 30 - 1)[0] == chosen[:3]
+    assert plan(loads.H200.start_s + 5 * 30)[0] == chosen  # one arm on the next load has nothing beside it
+    assert {run.left_out for run in out} == {"does not fit the budget"}
+    every, none = plan(1e6)
+    assert none == []
+    assert len(every) == len(chosen) + len(out)
+    assert [run.arm.group for run in every] == sorted(run.arm.group for run in every)
+    turned = [run.arm.name for run in every if run.seed == 1 and run.load == loads.LOADS[0]]
     assert turned.index("sojourn + 1x") < turned.index("vLLM")
-    assert {run.arm.group for run in runs if not run.load.forced} == {0}
-    first = [(run.arm.name, run.load.name, run.seed) for run in runs[:4]]
-    assert loads.plan_runs(loads.ARMS, loads.LOADS, range(2), first) == runs[4:]
+    first = {(run.arm.name, run.load.name, run.seed) for run in chosen}
+    assert not first & {(run.arm.name, run.load.name, run.seed) for run in plan(1e6, first)[0]}
 
 
 @pytest.mark.slow
@@ -125,7 +136,7 @@ def test_curves_made_of_known_efficiencies_give_them_back(roofline: ModuleType) 
         for n in (2048, 4096)
     ]
     decodes = [{"kv_bytes": b, "attention_s": b / (0.7 * bandwidth)} for b in (10**9, 10**10)]
-    copies = {"host_to_device_bytes_per_s": 5e10}
+    copies = {"host_to_device_bytes_per_s": 5e10, "both_ways_bytes_per_s": 8e10}
     found = roofline.constants(base, model, layers, prefills, decodes, copies, 1.5e11)
     assert found == pytest.approx(
         {
