@@ -70,14 +70,25 @@ LONG = (
 idle."""
 
 
+ONE_ENGINE = {
+    "tests/frameworks/test_frameworks_examples.py": "tests/frameworks/test_frameworks_engine.py",
+}
+"""File → another file whose tests run in the same process, because both files share an engine."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Like ``--dist loadfile``, but the long files run in two processes only."""
+    """Run a file's tests in one process, like ``--dist loadfile``. Files in ``ONE_ENGINE`` share a
+    process."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class LongFirst(LoadFileScheduling):
+    class ByEngine(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return ONE_ENGINE.get(file, file)
+
         def _assign_work_unit(self, node: Any) -> None:
             # The long files keep two cores busy. Further processes begin at the other end of the queue, where
             # most tests wait for a clock or a socket.
@@ -85,7 +96,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
             super()._assign_work_unit(node)
 
-    return LongFirst(config, log)
+    return ByEngine(config, log)
 
 
 def starts_processes(item: pytest.Item) -> bool:

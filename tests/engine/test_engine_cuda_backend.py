@@ -36,7 +36,7 @@ class LateCopies(FakeCuda):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.compute = ComputedAtOnce(self, "compute")
+        self.compute = ComputedAtOnce(self)
         self.streams[0] = self.compute
         self.steps = 0
         self.stepped = threading.Condition()

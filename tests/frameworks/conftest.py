@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import sojourn
 from gc_tools import old_objects_passed_over
+from scripted_engine import Engine, require_engine
 from sojourn.testing import FakeServer
 
 # litellm and mini-swe-agent read these when imported. Without them, they print, ask for a setup and download
@@ -40,6 +41,13 @@ if find_spec("langchain_core") is None:
     ]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run all tests with the engine in one process, because two engines would compete for the cores."""
+    for item in items:
+        if "engine" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("engine"))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def quick_collections() -> Iterator[None]:
     """Make garbage collections fast, because every test here collects, and many collect three times."""
@@ -62,3 +70,11 @@ def server() -> Iterator[FakeServer]:
     """A server that answers by ``server.script``; give it the script before the first request."""
     with FakeServer() as fake:
         yield fake
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Engine]:
+    """The real engine, once for all files."""
+    require_engine()
+    with Engine() as running:
+        yield running

@@ -2,7 +2,8 @@
 
 Each ``scenarios_<framework>.py`` has a list ``SCENARIOS``, and a dict ``ABSENT`` (row → why this framework
 has no such thing) if it lacks a row. ``test_frameworks_scenarios.py`` plays every scenario against the fake
-server, with and without instrumentation. A play file imports its framework inside functions.
+server, with and without instrumentation; ``test_frameworks_engine.py`` plays one of each framework against a
+real engine. A play file imports its framework inside functions.
 """
 
 from __future__ import annotations
@@ -86,13 +87,6 @@ class Scenario(NamedTuple):
     def in_order(self) -> bool:
         """Whether the order of the scenario's requests is fixed."""
         return self.row != "parallel" and "branches" not in self.name
-
-
-class StreamPiece(NamedTuple):
-    """One piece of a streamed answer, as a play returns it."""
-
-    kind: str
-    text: str = ""
 
 
 def scenarios_of(framework: str, *needs: str) -> Callable[..., Scenario]:

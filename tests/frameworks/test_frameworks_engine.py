@@ -1,98 +1,74 @@
-"""The APIs of the clients at a real engine. Every framework sends its requests by one of these clients; what
-it reports beside them is the same for the fake server."""
+"""A scenario of each framework against the real engine. The others tell the fake server the same facts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import gc
 
-import chat_loops as loops
-import httpx
 import pytest
-import scenarios_anthropic
-import scenarios_litellm
-import scenarios_openai
 import sojourn
-from sojourn_server.launch.engine_server import EngineServer
-from sojourn_server.launch.serve_command import FORCED_TOKENS
-from sojourn_server.models.chat_format import END_OF_MESSAGE, assistant_text
+from scenario_modules import Model, one_of_each_row, outcome
+from scenario_types import Scenario
+from scripted_engine import Engine, ScriptedEngine, get
+from sojourn.listeners import ProgramListener, add_listener, remove_listener
+from stream_pieces import join_pieces
 from waiting import wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
-
-MODEL = "tiny"
-CALL = assistant_text("", [{"name": loops.UPPER.name, "arguments": dict(loops.UPPER.arguments)}])
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[EngineServer]:
-    pytest.importorskip("vllm")
-    arguments = ["--max-model-len", "8192", "--logits-processors", FORCED_TOKENS]
-    # With the worker in the engine's own process, the engine starts in two thirds of the time.
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with EngineServer(MODEL, serve_args=arguments, env=env, ready_timeout_s=400) as running:
-        yield running
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:Items? .* on TypedDict class:UserWarning"),  # litellm's own, streaming
+]
+SETTLE_S = 15.0
+"""How long the engine may take to hear of the last event."""
 
 
-def get(engine: EngineServer, path: str) -> Any:
-    return httpx.get(f"{engine.url}/sojourn/v1/programs{path}", timeout=30).json()
+@pytest.mark.timeout(500)
+def test_the_engine_starts(engine: Engine) -> None:
+    """Its start has a limit of its own."""
+    assert get(engine.url, "/sojourn/v1/capabilities")["name"] == "sojourn"
 
 
-def scripted(engine: EngineServer, create: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``create`` with the tokens of the next answer in each request: a tool call, then the end."""
-
-    def tokens(text: str) -> list[int]:
-        body = {"model": MODEL, "prompt": text + END_OF_MESSAGE, "add_special_tokens": False}
-        return list(httpx.post(f"{engine.url}/tokenize", json=body, timeout=30).json()["tokens"])
-
-    answers = iter([tokens(CALL), tokens("done")])
-    return lambda **given: create(**given, extra_body={"vllm_xargs": {"replay_ids": next(answers)}})
+def one_of_each_framework() -> list[Scenario]:
+    return list({scenario.framework: scenario for scenario in reversed(one_of_each_row())}.values())
 
 
-def chat(engine: EngineServer) -> Any:
-    with scenarios_openai.client(f"{engine.url}/v1") as llm:
-        create = scripted(engine, llm.chat.completions.create)
-        return loops.tool_loop(lambda **given: create(model=MODEL, **given))
-
-
-def responses(engine: EngineServer) -> Any:
-    with scenarios_openai.client(f"{engine.url}/v1") as llm:
-        create = scripted(engine, llm.responses.create)
-        return loops.response_loop(lambda **given: create(model=MODEL, **given))
-
-
-def messages(engine: EngineServer) -> Any:
-    with scenarios_anthropic.client(engine.url) as llm:
-        create = scripted(engine, llm.messages.create)
-        return loops.tool_loop(
-            lambda **given: scenarios_anthropic.chat_answer(
-                create(model=MODEL, **scenarios_anthropic.arguments(**given))
-            )
-        )
-
-
-def litellm(engine: EngineServer) -> Any:
-    play = scenarios_litellm.sync(lambda complete: loops.tool_loop(scripted(engine, complete)))
-    return play(f"{engine.url}/v1", MODEL)
-
-
-@pytest.mark.parametrize("play", [chat, responses, messages, litellm])
-def test_an_engine_answers_the_same_with_sojourn_and_takes_every_event(
-    engine: EngineServer, play: Callable[[EngineServer], Any]
-) -> None:
-    expected = play(engine)
-    before = {each["program_id"] for each in get(engine, "")["programs"]}
-    sojourn.init(engine.url, probe_timeout_s=10)
-    assert play(engine) == expected
-    assert sojourn.flush(15), f"not every event arrived: {sojourn.stats()}"
-    refused = {"outcome_rejected", "outcome_unsupported"} & dict(sojourn.stats()).keys()
-    assert not refused, f"the engine did not take every event: {sojourn.stats()}"
-    (id,) = {each["program_id"] for each in get(engine, "")["programs"]} - before
+@pytest.mark.parametrize("scenario", one_of_each_framework(), ids=lambda scenario: scenario.id)
+def test_a_real_engine_takes_what_is_sent_and_answers_the_same(scenario: Scenario, engine: Engine) -> None:
+    plain = Model(scenario)
+    with ScriptedEngine(engine.url, plain) as proxy:
+        expected = outcome(scenario, proxy.base_url, "tiny")
+    model, heard = Model(scenario), Heard()
+    with ScriptedEngine(engine.url, model) as proxy:
+        sojourn.init(proxy.url, probe_timeout_s=10)
+        add_listener(heard)
+        result = outcome(scenario, proxy.base_url, "tiny")
+        gc.collect()  # a generator that was let go of ends its program here at the latest
+        assert sojourn.flush(SETTLE_S), f"not every event arrived: {sojourn.stats()}"
+        stats = sojourn.stats()
+        requests = len({request.context.request_id for request in proxy.requests if request.context})
+        remove_listener(heard)
+        sojourn.shutdown()
+    assert join_pieces(result) == join_pieces(expected), "sojourn changed what the framework returns"
+    assert plain.ran_out == model.ran_out == 0, "more requests than scripted"
+    refused = {name: stats[name] for name in stats if name in ("outcome_rejected", "outcome_unsupported")}
+    assert not any(refused.values()), f"the engine did not take every event: {refused}"
 
     def settled() -> bool:
-        """The program has ended, and its ledger has both turns."""
-        program = get(engine, f"/{id}")
-        over = program["status"] == "ended" and not program["tools_running"]
-        return over and len(program["ledger"]) == 2
+        """All programs have ended, and the ledgers have all turns."""
+        found = [get(engine.url, f"/sojourn/v1/programs/{id}") for id in heard.ids]
+        known = [program for program in found if program is not None]
+        over = all(program["status"] == "ended" and not program["tools_running"] for program in known)
+        turns = sum(len(program["ledger"]) for program in known)
+        return over and len(known) == len(scenario.programs) and turns == requests
 
     wait_until(settled)
+
+
+class Heard(ProgramListener):
+    """Ids of the programs that the client started."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+
+    def program_started(self, program: sojourn.Program) -> None:
+        self.ids.append(program.id)
