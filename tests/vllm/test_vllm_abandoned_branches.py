@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from free_block_queues import abandoned_branches
-from turns import prompt
+from turns import abandoned_branches, prompt
 
 
 def turn(engine: Any, clock: Any, request_id: str, tokens: list[int], program: str = "A") -> None:

@@ -38,21 +38,14 @@ def fake_vllm(tmp_path, monkeypatch, name: str, version: str):
 
 
 def test_the_version_is_read_without_importing(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    (tmp_path / "bare directory" / "vllm").mkdir(parents=True)
+    for path in ("nothing", "bare directory"):
+        monkeypatch.setattr(sys, "path", [str(tmp_path / path)])
+        assert compat.installed_vllm() is None, path
     fake_vllm(tmp_path, monkeypatch, "vllm", "9.8.7+cpu")
     assert compat.installed_vllm() == "9.8.7+cpu"
     assert "vllm" not in sys.modules
-
-
-def test_no_package_is_none(monkeypatch):
-    monkeypatch.setattr(compat.util, "find_spec", lambda name: None)
-    assert compat.installed_vllm() is None
-
-
-def test_a_bare_directory_is_not_the_engine(tmp_path, monkeypatch):
-    (tmp_path / "vllm").mkdir()
-    monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert compat.installed_vllm() is None
 
 
 @pytest.mark.parametrize(

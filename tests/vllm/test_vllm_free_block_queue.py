@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
-from free_block_queues import abandoned_branches
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -22,6 +21,7 @@ from hypothesis.stateful import (
 )
 from sojourn_server.core.block_owners import BlockOwners
 from sojourn_server.vllm.free_block_queue import ProgramFreeBlockQueue
+from turns import abandoned_branches
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     FreeKVCacheBlockQueue,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,12 @@ from vllm.v1.request import Request
 def prompt(start: int, tokens: int) -> list[int]:
     """Tokens that no prompt of another ``start`` has."""
     return list(range(start * 10_000, start * 10_000 + tokens))
+
+
+def abandoned_branches(queue: Any, program_id: str) -> dict[float, int]:
+    """Abandoned branches of a program, as time of last use → number of blocks."""
+    lengths = {used_s: len(each.blocks) for used_s, each in queue._buckets.get(program_id, {}).items()}
+    return {used_s: blocks for used_s, blocks in lengths.items() if used_s != math.inf}
 
 
 def tool(program: str, seq: int = 1, call: str = "c", **fields: object) -> dict[str, object]:
