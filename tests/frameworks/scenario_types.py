@@ -111,3 +111,24 @@ async def cancel_once(begun: asyncio.Event, run: Coroutine[Any, Any, Any]) -> An
     await begun.wait()
     task.cancel()
     return await task
+
+
+class StreamPiece(NamedTuple):
+    """One piece of a streamed answer."""
+
+    kind: str
+    text: str = ""
+
+
+def join_pieces(value: Any) -> Any:
+    """Result of a play, with successive pieces of one kind joined: an engine's cuts depend on its load."""
+    if isinstance(value, StreamPiece) or not isinstance(value, (list, tuple)):
+        return value
+    found: list[Any] = []
+    for each in map(join_pieces, value):
+        last = found[-1] if found else None
+        if isinstance(each, StreamPiece) and isinstance(last, StreamPiece) and each.kind == last.kind:
+            found[-1] = StreamPiece(each.kind, last.text + each.text)
+        else:
+            found.append(each)
+    return type(value)(found)

@@ -8,9 +8,8 @@ import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from scenario_types import Scenario, ToolFact, cancel_once, fact, scenarios_of
+from scenario_types import Scenario, StreamPiece, ToolFact, cancel_once, fact, scenarios_of
 from sojourn.testing import Reply, ToolUse
-from stream_pieces import StreamPiece
 
 INFO: dict[str, Any] = {
     "vision": False,

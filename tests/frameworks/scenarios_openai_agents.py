@@ -8,9 +8,8 @@ from typing import Any
 
 import sojourn
 from openai_agents_fixtures import SUM, OpenAIAgents, add, fails, waiting
-from scenario_types import ProgramFact, Scenario, ToolFact, cancel_once, fact, scenarios_of
+from scenario_types import ProgramFact, Scenario, StreamPiece, ToolFact, cancel_once, fact, scenarios_of
 from sojourn.testing import Reply, ToolUse
-from stream_pieces import StreamPiece
 
 
 def in_loop(play: Callable[[OpenAIAgents], Awaitable[Any]], **options: Any) -> Callable[[str, str], Any]:

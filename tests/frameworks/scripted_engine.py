@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from json_handler import HandlerServer, JsonHandler
 from scenario_modules import Model
@@ -47,12 +48,9 @@ class Engine(EngineServer):
 
 def require_engine() -> None:
     """Skip the test if there is no engine. In CI, fail instead."""
-    if (PYTHON.parent / "sojourn").exists():
-        return
-    reason = f"no engine: {PYTHON.parent.name}/sojourn of the repository's .venv is not there (make setup)"
-    if os.environ.get("CI", "").lower() in ("1", "true"):
-        pytest.fail(reason)
-    pytest.skip(reason)
+    if not PYTHON.exists():
+        give_up = pytest.fail if os.environ.get("CI", "").lower() in ("1", "true") else pytest.skip
+        give_up(f"no engine: {PYTHON} is not there (make setup)")
 
 
 class ScriptedEngine(HandlerServer):
@@ -81,13 +79,9 @@ class ScriptedEngine(HandlerServer):
 
 def get(url: str, path: str) -> Any:
     """An answer of the engine's own routes; ``None`` for 404."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
-    with closing(connection):
-        connection.request("GET", path)
-        response = connection.getresponse()
-        data = response.read()
-    assert response.status in (200, 404), data
-    return json.loads(data) if response.status == 200 else None
+    response = httpx.get(url + path, timeout=30)
+    assert response.status_code in (200, 404), response.text
+    return response.json() if response.status_code == 200 else None
 
 
 def _text(answer: Answer) -> str:

@@ -7,25 +7,16 @@ import gc
 import pytest
 import sojourn
 from scenario_modules import Model, outcome, runnable_scenarios
-from scenario_types import Scenario
+from scenario_types import Scenario, join_pieces
 from scripted_engine import Engine, ScriptedEngine, get
 from sojourn.listeners import ProgramListener, add_listener, remove_listener
-from stream_pieces import join_pieces
 from waiting import wait_until
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(500),  # the first test waits for the engine's start
     pytest.mark.filterwarnings("ignore:Items? .* on TypedDict class:UserWarning"),  # litellm's own, streaming
 ]
-SETTLE_S = 15.0
-"""How long the engine may take to hear of the last event."""
-
-
-@pytest.mark.timeout(500)
-def test_the_engine_starts(engine: Engine) -> None:
-    """Its start has a limit of its own."""
-    assert get(engine.url, "/sojourn/v1/capabilities")["name"] == "sojourn"
 
 
 def one_of_each_framework() -> list[Scenario]:
@@ -43,7 +34,7 @@ def test_a_real_engine_takes_what_is_sent_and_answers_the_same(scenario: Scenari
         add_listener(heard)
         result = outcome(scenario, proxy.base_url, "tiny")
         gc.collect()  # a generator that was let go of ends its program here at the latest
-        assert sojourn.flush(SETTLE_S), f"not every event arrived: {sojourn.stats()}"
+        assert sojourn.flush(15.0), f"not every event arrived: {sojourn.stats()}"
         stats = sojourn.stats()
         requests = len({request.context.request_id for request in proxy.requests if request.context})
         remove_listener(heard)
