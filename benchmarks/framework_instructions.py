@@ -35,6 +35,7 @@ from typing import Any
 
 import sojourn
 from framework_agents import FRAMEWORKS, Arm, fake_server
+from result_pages import show as show_table
 
 TARGET_TURN_US = 100.0
 """Agreed maximum of what a turn costs more, in microseconds."""
@@ -72,7 +73,7 @@ def main() -> None:
         "targets": {"turn_us": TARGET_TURN_US},
         "passed": bool(rows) and all(row["added_us"] <= TARGET_TURN_US for row in rows.values()),
     }
-    print(json.dumps(report, indent=2))
+    show(report)
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
     sys.exit(0 if report["passed"] else 1)
@@ -188,6 +189,27 @@ def bare_cpu_us(name: str, turns: int) -> float:
             took_ns.append(time.thread_time_ns() - began_ns)
             gc.enable()
     return statistics.median(took_ns[WARM_UP_ROUNDS:]) / 1000 / turns
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the table."""
+    head = (
+        "framework", "version", "bare, million instructions", "added", "added %", "added µs",
+        "the SDK's threads",
+    )  # fmt: skip
+    lines = []
+    for name, row in report["frameworks"].items():
+        cells = (
+            f"{row['bare_instructions'] / 1e6:.2f}",
+            f"{row['added_instructions'] / 1e6:.3f}",
+            f"{100 * row['added_share']:.2f}",
+            f"{row['added_us']:.0f}",
+            f"{row['added_sdk_threads_instructions'] / 1e6:.3f}",
+        )
+        lines.append((name, row["version"], *cells))
+    show_table(head, lines, title=f"One turn of an agent (Python {report['python']}, {report['machine']})")
+    verdict = "met" if report["passed"] else "missed"
+    print(f"target: ≤ {TARGET_TURN_US:.0f} µs a turn beyond the bare framework: {verdict}")
 
 
 if __name__ == "__main__":

@@ -225,8 +225,8 @@ def prefetches(agents: Agents) -> list[tuple[str, float]]:
 
 
 def in_its_tool(*, in_host: bool) -> Agents:
-    """Agents of which "p" waits for its tool. 15 blocks of its context were evicted, and host memory may have
-    them. Forty others have had three turns and ended."""
+    """The program "p" runs its tool. 15 blocks of its context were evicted and may be in host memory. Forty
+    other programs have ended after three turns each."""
     before = Agents()
     for number in range(40):
         for _ in range(3):

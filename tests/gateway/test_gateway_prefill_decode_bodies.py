@@ -257,7 +257,7 @@ def test_what_vllm_takes_of_a_client_its_prefill_leg_takes_too(api: ClientApi, a
     elif of_client is not None:
         # What is pushed for it is taken: it is one request to the engine, and one that reads what is there.
         assert (of_client.n, bool(of_client.skip_reading_prefix_cache)) == (1, False)
-    # Also of what has no first leg: whoever makes one of it asks nothing that cannot be.
+    # A prefill request can also be made of a body that the gateway would not split; vLLM accepts it.
     request, sampled = taken(api, prefill_body(api, body, "t", "tcp:x:1", 0.0))
     assert request.kv_transfer_params["do_remote_decode"] is True
     assert sampled is None or (sampled.n, sampled.min_tokens, sampled.prompt_logprobs) == (1, 0, None)

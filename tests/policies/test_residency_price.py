@@ -163,7 +163,7 @@ LARGE = program("b", WAITING, READY, 40)
         ("nothing is dropped at an unknown cost", [acting("a", 15, (600.0,), rebuild_s=0.0), WAITS], {}, {}),
         ("but an engine that stands still does not wait for it", [UNKNOWN, WAITS], {}, DROPPED),
         ("this one does not stand still", [UNKNOWN, WAITS, RUNS], {}, {}),
-        ("computing delays nobody else", [LONG_TOOL, WAITS], {}, DROPPED),
+        ("to compute again delays no other program", [LONG_TOOL, WAITS], {}, DROPPED),
         ("computing delays many", [LONG_TOOL, WAITS, *MANY], {"device": 28}, {}),
         # With steps that grow with each request, one more program only slows the others.
         ("the device has time for one more", [RUNS, CHEAP, WAITS], {}, DROPPED),

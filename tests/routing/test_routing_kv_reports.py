@@ -103,7 +103,7 @@ coder = partial(asked, agent_type="coder")
 
 
 BUSY = routing_events.RequestReceived("busy", "nobody", 1)
-"""A request of nobody's, that does not end."""
+"""A request of another program, which never ends."""
 
 
 @pytest.mark.parametrize("resident_for_s", [300.0, 7.0])

@@ -37,8 +37,8 @@ def sends(actions: list[Any]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("routing", [RoundRobinRouting(), CapacityRouting()])
 def test_a_flood_delays_others_by_no_more_than_its_share(routing: Any) -> None:
-    """A flood of 10,000, then somebody who always has one waiting. One program after the other comes to its
-    end."""
+    """One tenant sends 10,000 requests at once. Then another always has one waiting. Programs end one by
+    one."""
     it = core(routing, send_below_load=1.0, usual_life_s=60.0)
     for name in "abcd":
         it.take(seen(name), 0.0)
